@@ -1,0 +1,165 @@
+"""Argument checks: the only place in `ops` that words and raises shape and argument errors.
+
+Every message reads ``{function}: {what must hold}; got {name}={value}[, ...]. {what to do}``.
+Shapes are static under every JAX transformation, so these checks cost nothing in compiled code;
+values (ids) are checked where they are known and reported through `checkify` where they are traced.
+"""
+
+import numbers
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import checkify
+
+FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def fail(
+    function: str, must: str, *, kind: type[Exception] = ValueError, hint: str = "", **got: Any
+) -> NoReturn:
+    """Raise `kind` in the wording of this library."""
+    values = ", ".join(f"{name}={_describe(value)}" for name, value in got.items())
+    message = f"{function}: {must}; got {values}"
+    raise kind(f"{message}. {hint}" if hint else message)
+
+
+def require(
+    condition: bool,
+    function: str,
+    must: str,
+    *,
+    kind: type[Exception] = ValueError,
+    hint: str = "",
+    **got: Any,
+) -> None:
+    """Fail unless `condition` holds."""
+    if not condition:
+        fail(function, must, kind=kind, hint=hint, **got)
+
+
+def floating(function: str, **values: Any) -> list[jax.Array]:
+    """Return the named values as JAX arrays; each must be a non-empty array of a float dtype."""
+    arrays = [_array(function, name, value) for name, value in values.items()]
+    for name, array in zip(values, arrays, strict=True):
+        got: dict[str, Any] = {name: array}
+        must = f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}"
+        require(array.dtype.name in FLOAT_DTYPES, function, must, kind=TypeError, **got)
+    return arrays
+
+
+def integers(function: str, name: str, value: Any) -> jax.Array:
+    """Return `value` as a JAX array; it must be a non-empty array of an integer dtype."""
+    array = _array(function, name, value)
+    require(
+        jnp.issubdtype(array.dtype, jnp.integer),
+        function,
+        f"{name} must have an integer dtype",
+        kind=TypeError,
+        hint="Cast explicitly if these really are ids.",
+        **{name: array},
+    )
+    return array
+
+
+def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
+    """Return `value` as ids that address `num_rows` rows.
+
+    Known ids outside [0, num_rows) raise `IndexError`, naming the first of them and its position.
+    Traced ids cannot be looked at: they are reported by `checkify` if the caller functionalises the
+    check, and cost nothing otherwise. What the caller computes for them must then be NaN.
+    """
+    # Looked at before JAX may narrow 64-bit ids to 32 bits, which would wrap a large one into
+    # range.
+    known = None if isinstance(value, jax.core.Tracer) else value
+    array = integers(function, name, value)
+    if array.dtype.itemsize < 8:
+        # Narrow ids could not be compared with a larger V; uint32 ids from 2^31 on turn negative
+        # and stay outside.
+        array = array.astype(jnp.int32)
+    if known is None or isinstance(array, jax.core.Tracer):
+        bad = (array < 0) | (array >= num_rows)
+        first = array.ravel()[jnp.argmax(bad.ravel())]
+        checkify.debug_check(
+            ~jnp.any(bad),
+            f"{function}: {name} must lie in [0, {num_rows}); got {{first}}",
+            first=first,
+        )
+        return array
+    known = np.asarray(known)
+    outside = np.argwhere((known < 0) | (known >= num_rows))
+    if outside.size:
+        position = tuple(int(i) for i in outside[0])
+        fail(
+            function,
+            f"{name} must lie in [0, {num_rows}), the rows of the table",
+            kind=IndexError,
+            hint="Negative ids do not count from the end; resize the table if the id is meant.",
+            **{name: int(known[position]), "position": position, "V": num_rows},
+        )
+    return array
+
+
+def size(function: str, name: str, value: Any) -> int:
+    """Return `value` as a size: an integer of at least one."""
+    require(
+        isinstance(value, numbers.Integral) and not isinstance(value, bool),
+        function,
+        f"{name} must be an integer",
+        kind=TypeError,
+        **{name: value},
+    )
+    require(value >= 1, function, f"{name} must be at least 1", **{name: value})
+    return int(value)
+
+
+def number(function: str, name: str, value: Any, *, minimum: float, strict: bool = False) -> float:
+    """Return `value` as a finite number that is at least (`strict`: above) `minimum`."""
+    require(
+        isinstance(value, numbers.Real) and not isinstance(value, bool),
+        function,
+        f"{name} must be a number",
+        kind=TypeError,
+        **{name: value},
+    )
+    require(
+        np.isfinite(value) and (value > minimum if strict else value >= minimum),
+        function,
+        f"{name} must be finite and {'above' if strict else 'at least'} {minimum}",
+        **{name: value},
+    )
+    return float(value)
+
+
+def choice(function: str, name: str, value: Any, options: tuple[str, ...]) -> None:
+    """`value` must be one of `options`."""
+    require(
+        value in options,
+        function,
+        f"{name} must be one of {', '.join(map(repr, options))}",
+        **{name: value},
+    )
+
+
+def _array(function: str, name: str, value: Any) -> jax.Array:
+    # `__jax_array__` admits flax.nnx Variables; lists and framework tensors are refused because
+    # converting them would hide a copy and, for lists, pick a dtype.
+    require(
+        isinstance(value, jax.Array | np.ndarray | np.generic) or hasattr(value, "__jax_array__"),
+        function,
+        f"{name} must be a JAX or NumPy array",
+        kind=TypeError,
+        hint=f"Convert it with jnp.asarray({name}).",
+        **{name: type(value).__name__},
+    )
+    array = jnp.asarray(value)
+    got: dict[str, Any] = {name: array}
+    require(0 not in array.shape, function, f"{name} must have no empty axis", **got)
+    return array
+
+
+def _describe(value: Any) -> str:
+    if hasattr(value, "dtype") and value.ndim:
+        return f"{value.dtype}[{','.join(map(str, value.shape))}]"
+    return str(value) if isinstance(value, numbers.Number | tuple) else repr(value)

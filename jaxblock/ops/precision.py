@@ -1,0 +1,117 @@
+"""Where numbers are rounded: the arithmetic dtype, the explicit rounding and the one matmul.
+
+Policy of the whole library. Elementwise arithmetic and reductions run in float32 (float64 for
+float64 inputs). Matrix products take their operands in the dtype of the activations, accumulate in
+float32 (float64) and are rounded once. Parameters follow the activations, never the other way
+round: a float32 parameter beside bfloat16 activations is rounded on its way into the product and
+its gradient comes back in float32, unrounded.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+def arithmetic_dtype(dtype: DTypeLike) -> jnp.dtype:
+    """The dtype that values of `dtype` are computed in: float64 for float64, otherwise float32."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Round x to `dtype` and return it in the dtype it came in.
+
+    A plain pair of casts would do, but XLA may drop such a pair (`xla_allow_excess_precision`), and
+    with it the rounding convention. `reduce_precision` is never dropped. Its exponent range is left
+    alone, since it would flush the subnormal numbers of float16; the casts then round those.
+    """
+    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+        return x
+    mantissa_bits = jnp.finfo(dtype).nmant
+    rounded = lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, mantissa_bits)
+    return rounded.astype(dtype).astype(x.dtype)
+
+
+def matmul(
+    x: jax.Array, weight: jax.Array, *, weight_axis: int = 0, out_dtype: DTypeLike | None = None
+) -> jax.Array:
+    """y[*B *F] = sum over D of x[*B D] * weight[D *F]: the one matrix product of this library.
+
+    Args:
+      x: activations [*B D]; their dtype is the dtype of both operands.
+      weight: [D *F] with `weight_axis=0`, or [*F D] with `weight_axis=-1`.
+      weight_axis: the axis of `weight` that is summed over.
+      out_dtype: dtype of the result; None means x.dtype.
+
+    Precision: 16-bit operands are accumulated in float32 and rounded once, in the product and in
+    both gradient products, where autodiff alone would mix float32 and 16-bit operands and lose the
+    fast kernels of every backend. float32 and float64 use JAX's own rules, so forward mode and
+    higher derivatives work; float32 products obey `jax.default_matmul_precision`.
+    """
+    weight_axis %= weight.ndim
+    out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
+    if jnp.finfo(x.dtype).bits == 16:
+        return _matmul_16bit(x, weight, weight_axis, out_dtype)
+    product = _contract(x, weight.astype(x.dtype), (x.ndim - 1,), (weight_axis,))
+    return product.astype(out_dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _matmul_16bit(
+    x: jax.Array, weight: jax.Array, weight_axis: int, out_dtype: jnp.dtype
+) -> jax.Array:
+    product = _contract_16bit(x, weight.astype(x.dtype), (x.ndim - 1,), (weight_axis,))
+    return product.astype(out_dtype)
+
+
+def _matmul_16bit_forward(x, weight, weight_axis, out_dtype):
+    return _matmul_16bit(x, weight, weight_axis, out_dtype), (x, weight)
+
+
+def _matmul_16bit_backward(weight_axis, out_dtype, saved, dy):
+    x, weight = saved
+    dy = dy.astype(x.dtype)
+    tokens = tuple(range(x.ndim - 1))
+    features = tuple(range(x.ndim - 1, dy.ndim))
+    other_axes = tuple(axis for axis in range(weight.ndim) if axis != weight_axis)
+    dx = _contract_16bit(dy, weight.astype(x.dtype), features, other_axes)
+    if weight_axis == 0:
+        dweight = _contract_16bit(x, dy, tokens, tokens)
+    else:
+        dweight = _contract_16bit(dy, x, tokens, tokens)
+    return dx.astype(x.dtype), dweight.astype(weight.dtype)
+
+
+_matmul_16bit.defvjp(_matmul_16bit_forward, _matmul_16bit_backward)
+
+
+def _contract(a, b, a_axes, b_axes):
+    return lax.dot_general(
+        a,
+        b,
+        ((a_axes, b_axes), ((), ())),
+        preferred_element_type=arithmetic_dtype(a.dtype),
+    )
+
+
+def _contract_16bit(a, b, a_axes, b_axes):
+    contract = partial(_contract, a_axes=a_axes, b_axes=b_axes)
+    contract_flat = partial(_contract_flat, a_axes=a_axes, b_axes=b_axes)
+    # XLA's CPU backend refuses some 16-bit products of more than two axes with a float32 result
+    # ("Unsupported element type for DotThunk"), so there each is one product of two matrices.
+    # Elsewhere the axes stay apart: merging them would break a sharding of the inner one.
+    return lax.platform_dependent(a, b, cpu=contract_flat, default=contract)
+
+
+def _contract_flat(a, b, a_axes, b_axes):
+    a_free = [axis for axis in range(a.ndim) if axis not in a_axes]
+    b_free = [axis for axis in range(b.ndim) if axis not in b_axes]
+    shape = [a.shape[axis] for axis in a_free] + [b.shape[axis] for axis in b_free]
+    length = 1
+    for axis in a_axes:
+        length *= a.shape[axis]
+    a = a.transpose(*a_free, *a_axes).reshape(-1, length)
+    b = b.transpose(*b_free, *b_axes).reshape(-1, length)
+    return _contract(a, b, (1,), (1,)).reshape(shape)
