@@ -1,0 +1,216 @@
+"""Flax NNX modules: they hold parameters and call `jaxblock.ops`; all arithmetic is there.
+
+Parameter names and shapes are those of the parameter tree of `jaxblock`, so one nested dict drives
+the functions, these modules and those of `jaxblock.linen`, to the same bits:
+
+    nnx.update(module, params)                    # dict into module
+    nnx.to_pure_dict(nnx.state(module))           # module into dict
+
+What the modules share:
+
+- `dtype` is the dtype to compute in: inputs are cast to it. None follows the input, and parameters
+  follow the activations; `flax.nnx` layers promote both to the wider of the two instead.
+- `param_dtype` is the dtype that parameters are created in.
+- `<parameter>_init` takes (key, shape, dtype), also wrapped in `nnx.with_partitioning`;
+  `<parameter>_metadata` goes to `nnx.Param`, for instance {"out_sharding": (None, None, "model")}.
+- `rngs` needs the stream `params`.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.nn import initializers
+from jax.nn.initializers import Initializer
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxblock import ops
+from jaxblock.ops import checks
+
+__all__ = [
+    "RMSNorm",
+    "SwiGLU",
+    "TiedEmbedding",
+    "default_down_init",
+    "default_embedding_init",
+    "default_gate_up_init",
+]
+
+NO_METADATA: Mapping[str, Any] = MappingProxyType({})
+
+default_gate_up_init = initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
+default_down_init = initializers.lecun_normal()
+default_embedding_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+GATED_FEED_FORWARDS: Mapping[str, Callable[..., jax.Array]] = {
+    "silu": ops.swiglu,
+    "gelu": partial(ops.geglu, approximate=False),
+    "gelu_tanh": partial(ops.geglu, approximate=True),
+}
+
+
+def compute_in(function: str, x: Any, dtype: DTypeLike | None) -> jax.Array:
+    """x, activations of a float dtype, in `dtype`; None leaves them as they are."""
+    (x,) = checks.floating(function, x=x)
+    checks.require(x.ndim >= 1, function, "x must have at least one axis", x=x)
+    if dtype is None:
+        return x
+    checks.choice(function, "dtype", jnp.dtype(dtype).name, checks.FLOAT_DTYPES)
+    return x.astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+    """y = x / sqrt(mean(x^2 over D) + eps) * (scale + scale_offset)
+
+    Args:
+      hidden_size: D, the length of `scale` [D].
+      eps, scale_offset, cast: as in `jaxblock.rms_norm`.
+      scale_init: None starts at a factor of one: zeros for a scale_offset of 1, otherwise ones.
+
+    Called with x [*B D]; returns the shape of x, in `dtype`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        eps: float,
+        scale_offset: float = 0.0,
+        cast: Literal["after_scale", "before_scale"] = "after_scale",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        scale_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+        scale_metadata: Mapping[str, Any] = NO_METADATA,
+    ):
+        self.hidden_size = checks.size("RMSNorm", "hidden_size", hidden_size)
+        self.eps = eps
+        self.scale_offset = scale_offset
+        self.cast = cast
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        one = initializers.zeros if scale_offset == 1.0 else initializers.ones
+        self.scale = nnx.Param(
+            (scale_init or one)(rngs.params(), (hidden_size,), param_dtype), **scale_metadata
+        )
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Normalise x [*B D] over its last axis."""
+        return ops.rms_norm(
+            compute_in("RMSNorm", x, self.dtype),
+            self.scale[...],
+            eps=self.eps,
+            scale_offset=self.scale_offset,
+            cast=self.cast,
+        )
+
+
+class SwiGLU(nnx.Module):
+    """y = (activation(x · gate_up[:, 0]) * (x · gate_up[:, 1])) · down
+
+    Args:
+      hidden_size: D.
+      intermediate_size: F. The parameters are `gate_up` [D 2 F] and `down` [F D]; a shard of F
+        holds matching halves of gate and up.
+      activation: "silu" (`jaxblock.swiglu`), "gelu" (`jaxblock.geglu`, exact) or "gelu_tanh"
+        (`jaxblock.geglu`, the tanh form of Gemma).
+      gate_up_init, down_init: by default a truncated normal with the variance 1/D and 1/F.
+
+    Called with x [*B D]; returns the shape of x, in `dtype`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Literal["silu", "gelu", "gelu_tanh"] = "silu",
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        gate_up_init: Initializer = default_gate_up_init,
+        down_init: Initializer = default_down_init,
+        rngs: nnx.Rngs,
+        gate_up_metadata: Mapping[str, Any] = NO_METADATA,
+        down_metadata: Mapping[str, Any] = NO_METADATA,
+    ):
+        checks.choice("SwiGLU", "activation", activation, tuple(GATED_FEED_FORWARDS))
+        self.hidden_size = checks.size("SwiGLU", "hidden_size", hidden_size)
+        self.intermediate_size = checks.size("SwiGLU", "intermediate_size", intermediate_size)
+        self.activation = activation
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.gate_up = nnx.Param(
+            gate_up_init(rngs.params(), (hidden_size, 2, intermediate_size), param_dtype),
+            **gate_up_metadata,
+        )
+        self.down = nnx.Param(
+            down_init(rngs.params(), (intermediate_size, hidden_size), param_dtype),
+            **down_metadata,
+        )
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """Send x [*B D] through the gated feed-forward."""
+        x = compute_in("SwiGLU", x, self.dtype)
+        return GATED_FEED_FORWARDS[self.activation](x, self.gate_up[...], self.down[...])
+
+
+class TiedEmbedding(nnx.Module):
+    """embed: y = embedding[tokens];  unembed: logits = x · embedding^T
+
+    One `nnx.Param` that two methods read, shared with no other module: the table is one leaf, with
+    one gradient and one set of optimizer moments, in graph mode and in tree mode.
+
+    Args:
+      vocab_size: V.
+      hidden_size: D. The parameter is `embedding` [V D].
+      softcap, num_valid: as in `jaxblock.unembed`.
+      embedding_init: by default normal with the variance 1/D, as `nnx.Embed`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        softcap: float | None = None,
+        num_valid: int | None = None,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        embedding_init: Initializer = default_embedding_init,
+        rngs: nnx.Rngs,
+        embedding_metadata: Mapping[str, Any] = NO_METADATA,
+    ):
+        self.vocab_size = checks.size("TiedEmbedding", "vocab_size", vocab_size)
+        self.hidden_size = checks.size("TiedEmbedding", "hidden_size", hidden_size)
+        self.softcap = softcap
+        self.num_valid = num_valid
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.embedding = nnx.Param(
+            embedding_init(rngs.params(), (vocab_size, hidden_size), param_dtype),
+            **embedding_metadata,
+        )
+
+    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """The same as `embed`."""
+        return self.embed(tokens)
+
+    def embed(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+        """Rows of the table for tokens [*B], in `dtype`; None follows the table."""
+        # The rows are cast, not the table: nothing of the size [V D] is made.
+        rows = ops.embed(tokens, self.embedding[...])
+        return compute_in("TiedEmbedding.embed", rows, self.dtype)
+
+    def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
+        """Logits of x [*B D]: float32 [*B V], float64 if computed in float64."""
+        return ops.unembed(
+            compute_in("TiedEmbedding.unembed", x, self.dtype),
+            self.embedding[...],
+            softcap=self.softcap,
+            num_valid=self.num_valid,
+        )
