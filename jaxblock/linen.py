@@ -26,14 +26,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxblock import ops
-from jaxblock.nnx import (
-    GATED_FEED_FORWARDS,
-    compute_in,
+from jaxblock.ops import checks
+from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
+from jaxblock.ops.initializers import (
     default_down_init,
     default_embedding_init,
     default_gate_up_init,
 )
-from jaxblock.ops import checks
 
 __all__ = [
     "RMSNorm",
@@ -66,7 +65,7 @@ class RMSNorm(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise x [*B D] over its last axis."""
-        x = compute_in("RMSNorm", x, self.dtype)
+        x = checks.activations("RMSNorm", x, self.dtype)
         one = initializers.zeros if self.scale_offset == 1.0 else initializers.ones
         scale = self.param("scale", self.scale_init or one, x.shape[-1:], self.param_dtype)
         return ops.rms_norm(x, scale, eps=self.eps, scale_offset=self.scale_offset, cast=self.cast)
@@ -95,7 +94,7 @@ class SwiGLU(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Send x [*B D] through the gated feed-forward."""
-        x = compute_in("SwiGLU", x, self.dtype)
+        x = checks.activations("SwiGLU", x, self.dtype)
         checks.choice("SwiGLU", "activation", self.activation, tuple(GATED_FEED_FORWARDS))
         D, F = x.shape[-1], checks.size("SwiGLU", "intermediate_size", self.intermediate_size)
         gate_up_init = self.gate_up_init or default_gate_up_init
@@ -141,9 +140,9 @@ class TiedEmbedding(nn.Module):
         """Rows of the table for tokens [*B], in `dtype`; None follows the table."""
         # The rows are cast, not the table: nothing of the size [V D] is made.
         rows = ops.embed(tokens, self.embedding)
-        return compute_in("TiedEmbedding.embed", rows, self.dtype)
+        return checks.activations("TiedEmbedding.embed", rows, self.dtype)
 
     def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Logits of x [*B D]: float32 [*B V], float64 if computed in float64."""
-        x = compute_in("TiedEmbedding.unembed", x, self.dtype)
+        x = checks.activations("TiedEmbedding.unembed", x, self.dtype)
         return ops.unembed(x, self.embedding, softcap=self.softcap, num_valid=self.num_valid)

@@ -16,12 +16,10 @@ What the modules share:
 - `rngs` needs the stream `params`.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.nn import initializers
@@ -31,6 +29,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxblock import ops
 from jaxblock.ops import checks
+from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
+from jaxblock.ops.initializers import (
+    default_down_init,
+    default_embedding_init,
+    default_gate_up_init,
+)
 
 __all__ = [
     "RMSNorm",
@@ -42,26 +46,6 @@ __all__ = [
 ]
 
 NO_METADATA: Mapping[str, Any] = MappingProxyType({})
-
-default_gate_up_init = initializers.lecun_normal(in_axis=0, out_axis=(1, 2))
-default_down_init = initializers.lecun_normal()
-default_embedding_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
-
-GATED_FEED_FORWARDS: Mapping[str, Callable[..., jax.Array]] = {
-    "silu": ops.swiglu,
-    "gelu": partial(ops.geglu, approximate=False),
-    "gelu_tanh": partial(ops.geglu, approximate=True),
-}
-
-
-def compute_in(function: str, x: Any, dtype: DTypeLike | None) -> jax.Array:
-    """x, activations of a float dtype, in `dtype`; None leaves them as they are."""
-    (x,) = checks.floating(function, x=x)
-    checks.require(x.ndim >= 1, function, "x must have at least one axis", x=x)
-    if dtype is None:
-        return x
-    checks.choice(function, "dtype", jnp.dtype(dtype).name, checks.FLOAT_DTYPES)
-    return x.astype(dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -102,7 +86,7 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Normalise x [*B D] over its last axis."""
         return ops.rms_norm(
-            compute_in("RMSNorm", x, self.dtype),
+            checks.activations("RMSNorm", x, self.dtype),
             self.scale[...],
             eps=self.eps,
             scale_offset=self.scale_offset,
@@ -155,7 +139,7 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
         """Send x [*B D] through the gated feed-forward."""
-        x = compute_in("SwiGLU", x, self.dtype)
+        x = checks.activations("SwiGLU", x, self.dtype)
         return GATED_FEED_FORWARDS[self.activation](x, self.gate_up[...], self.down[...])
 
 
@@ -204,12 +188,12 @@ class TiedEmbedding(nnx.Module):
         """Rows of the table for tokens [*B], in `dtype`; None follows the table."""
         # The rows are cast, not the table: nothing of the size [V D] is made.
         rows = ops.embed(tokens, self.embedding[...])
-        return compute_in("TiedEmbedding.embed", rows, self.dtype)
+        return checks.activations("TiedEmbedding.embed", rows, self.dtype)
 
     def unembed(self, x: Float[Array, "*B D"]) -> Float[Array, "*B V"]:
         """Logits of x [*B D]: float32 [*B V], float64 if computed in float64."""
         return ops.unembed(
-            compute_in("TiedEmbedding.unembed", x, self.dtype),
+            checks.activations("TiedEmbedding.unembed", x, self.dtype),
             self.embedding[...],
             softcap=self.softcap,
             num_valid=self.num_valid,

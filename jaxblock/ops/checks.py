@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
+from jax.typing import DTypeLike
 
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -47,6 +48,16 @@ def floating(function: str, **values: Any) -> list[jax.Array]:
         must = f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}"
         require(array.dtype.name in FLOAT_DTYPES, function, must, kind=TypeError, **got)
     return arrays
+
+
+def activations(function: str, x: Any, dtype: DTypeLike | None) -> jax.Array:
+    """Return x, a float array of at least one axis, in `dtype`; None leaves it in its own."""
+    (x,) = floating(function, x=x)
+    require(x.ndim >= 1, function, "x must have at least one axis", x=x)
+    if dtype is None:
+        return x
+    choice(function, "dtype", jnp.dtype(dtype).name, FLOAT_DTYPES)
+    return x.astype(dtype)
 
 
 def integers(function: str, name: str, value: Any) -> jax.Array:

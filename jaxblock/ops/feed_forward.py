@@ -1,6 +1,6 @@
 """The gated feed-forward: its size, its fused weights, SwiGLU and GEGLU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -205,6 +205,14 @@ def geglu(
     return _gated_feed_forward(
         "geglu", x, gate_up, down, partial(jax.nn.gelu, approximate=approximate)
     )
+
+
+# By the names of the activations: the one table that modules and decoder pick from.
+GATED_FEED_FORWARDS: Mapping[str, Callable[..., jax.Array]] = {
+    "silu": swiglu,
+    "gelu": partial(geglu, approximate=False),
+    "gelu_tanh": partial(geglu, approximate=True),
+}
 
 
 def _gated_feed_forward(
