@@ -1,0 +1,82 @@
+"""Strict settings for every test in this folder, and the fixtures that they share."""
+
+import os
+import re
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+# No silent promotion of dtypes or ranks; warnings are errors too (pyproject.toml).
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# GPUs default to TF32 and TPUs to bfloat16 passes, which no float32 bound would meet.
+jax.config.update("jax_default_matmul_precision", "highest")
+jax.config.update("jax_num_cpu_devices", 4)
+
+# Every annotated shape can be checked at run time, but only where a test asks for it (the fixture
+# `shape_checks`): beartype looks first, and a test of our own error messages would never see them.
+jaxtyping.install_import_hook(["jaxblock.ops", "torch_ref"], "beartype.beartype")
+jaxtyping.config.update("jaxtyping_disable", True)
+
+hypothesis.settings.register_profile(
+    "jaxblock", deadline=None, max_examples=20, derandomize="CI" in os.environ
+)
+hypothesis.settings.load_profile("jaxblock")
+
+HAS_TORCH = find_spec("torch") is not None
+IMPORTS_TORCH = re.compile(r"^(import|from) (torch|torch_ref|transformers)\b", re.MULTILINE)
+
+# These files cannot even be imported without PyTorch; the header says that they are missing.
+collect_ignore = [
+    path.name
+    for path in sorted(Path(__file__).parent.glob("test_*.py"))
+    if not HAS_TORCH and IMPORTS_TORCH.search(path.read_text())
+]
+
+
+def pytest_report_header(config):
+    packages = ("jax", "jaxlib", "flax", "numpy", "torch", "transformers")
+    installed = [name for name in packages if find_spec(name)]
+    devices = jax.devices()
+    lines = [
+        "versions: " + ", ".join(f"{name} {version(name)}" for name in installed),
+        f"devices: {len(devices)} x {devices[0].device_kind} ({jax.default_backend()})",
+        f"float32 products: precision {jax.config.jax_default_matmul_precision!r}",
+    ]
+    if not HAS_TORCH:
+        lines.append(f"no PyTorch: skipping tests marked torch, not collecting {collect_ignore}")
+    return lines
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if not HAS_TORCH and item.get_closest_marker("torch"):
+            item.add_marker(pytest.mark.skip(reason="PyTorch is not installed"))
+
+
+@pytest.fixture(scope="module")
+def shape_checks():
+    """The jaxtyping annotations of `jaxblock.ops` and `torch_ref`, checked at every call."""
+    jaxtyping.config.update("jaxtyping_disable", False)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", True)
+
+
+@pytest.fixture
+def x64():
+    """64-bit types, for one test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(scope="session")
+def torch_ref():
+    """The specification, for test files that need PyTorch in some tests only."""
+    import torch_ref
+
+    return torch_ref

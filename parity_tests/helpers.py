@@ -1,0 +1,62 @@
+"""What several test files use: the derived bound without PyTorch, and a look into jaxprs."""
+
+import jax.extend
+import numpy as np
+
+from jaxblock.parity import compare
+from jaxblock.parity.tolerance import error_limits
+
+FLOAT16S = ("bfloat16", "float16")
+FLOATS = ("float32", *FLOAT16S)
+
+
+def random_arrays(seed, *shapes):
+    """Standard normal float64 arrays."""
+    random = np.random.default_rng(seed)
+    return [random.standard_normal(shape) for shape in shapes]
+
+
+def assert_matches_float64(result, reference, *, reduction_length, roundings=0, scale=None):
+    """`result` is within the derived bound of its dtype of a float64 `reference`.
+
+    It is the bound of `assert_parity`, derived in jaxblock/parity/tolerance.py, without PyTorch.
+    `scale` is the root mean square of the terms behind an element where they cancel.
+    """
+    comparison = compare(result, reference)
+    finite = np.where(np.isfinite(reference), reference, 0.0)
+    limit_rms, limit_max = error_limits(
+        comparison.dtype,
+        comparison.size,
+        typical=float(np.sqrt(np.mean(finite**2))) if scale is None else scale,
+        largest=float(np.max(np.abs(finite))),
+        reduction_length=reduction_length,
+        roundings=roundings,
+    )
+    assert comparison.nonfinite_mismatches == 0, comparison
+    assert comparison.rms_error <= limit_rms, f"{comparison}; allowed rms {limit_rms:.3e}"
+    assert comparison.max_abs_error <= limit_max, f"{comparison}; allowed {limit_max:.3e}"
+
+
+def assert_same_bits(actual, expected):
+    """Same dtype, shape and bits; any NaN equals any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    unsigned = f"u{actual.dtype.itemsize}"
+    actual_bits = np.ascontiguousarray(actual).view(unsigned)
+    expected_bits = np.ascontiguousarray(expected).view(unsigned)
+    both_nan = (actual != actual) & (expected != expected)
+    different = (actual_bits != expected_bits) & ~both_nan
+    assert not different.any(), f"{actual[different][:8]} for {expected[different][:8]}"
+
+
+def equations(jaxpr):
+    """Every equation of a jaxpr and of those within it: branches, calls, checkpoints, loops."""
+    if isinstance(jaxpr, jax.extend.core.ClosedJaxpr):
+        jaxpr = jaxpr.jaxpr
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in equation.params.values():
+            for inner in parameter if isinstance(parameter, tuple | list) else (parameter,):
+                if isinstance(inner, jax.extend.core.ClosedJaxpr | jax.extend.core.Jaxpr):
+                    yield from equations(inner)
