@@ -6,6 +6,8 @@ PYTHON ?= python3
 PYTHON_NEWEST ?=
 # More arguments to pytest, for example PYTEST_ARGS='-k rms_norm'.
 PYTEST_ARGS ?=
+# One process a core; a test file stays in one of them, with what its tests share.
+PYTEST := -m pytest -n auto --dist loadfile
 
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --disable-pip-version-check
@@ -19,7 +21,7 @@ demo: .venv/installed ## The main job: a trained model in PyTorch and in JAX, la
 	$(BIN)/jaxblock parity
 
 test: lint ## Lint, types and all tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python $(PYTEST) $(PYTEST_ARGS)
 
 lint: .venv/installed ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .
@@ -33,13 +35,13 @@ format: .venv/installed ## Put the code into ruff's format and mend what it can 
 # Without constraints.txt, and upgraded at every run: what a user who installs today would get.
 test-newest: .venv-newest/bin/pip ## What needs no torch, on Python 3.12 or 3.13 with the newest jax and flax
 	.venv-newest/bin/python $(PIP_INSTALL) --upgrade --upgrade-strategy eager -e '.[test]'
-	.venv-newest/bin/python -m pytest -m 'not torch' $(PYTEST_ARGS)
+	.venv-newest/bin/python $(PYTEST) -m 'not torch' $(PYTEST_ARGS)
 
 # Each `>=` of pyproject.toml read as `==`: the lower bounds hold, or this fails.
 test-oldest: .venv-oldest/bin/pip ## What needs no torch, with every dependency at its lower bound
 	sed -n 's/^ *"\([a-z-]*\)>=\([0-9.]*\)",$$/\1==\2/p' pyproject.toml >.venv-oldest/constraints.txt
 	.venv-oldest/bin/python $(PIP_INSTALL) -c .venv-oldest/constraints.txt -e '.[test]'
-	.venv-oldest/bin/python -m pytest -m 'not torch' $(PYTEST_ARGS)
+	.venv-oldest/bin/python $(PYTEST) -m 'not torch' $(PYTEST_ARGS)
 
 clean: ## Remove the environments, builds and caches
 	rm -rf .venv .venv-newest .venv-oldest build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

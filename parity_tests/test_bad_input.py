@@ -359,11 +359,14 @@ def test_numpy_arrays_and_numpy_numbers_are_welcome():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes_follow_x_and_nothing_is_promoted(dtype, other):
     """Strict promotion is on: an implicit cast anywhere would raise."""
-    x, scale = X.astype(dtype), SCALE.astype(other)
-    assert norm(x, scale).dtype == x.dtype
-    assert swiglu(x, GATE_UP.astype(other), DOWN.astype(other)).dtype == x.dtype
-    assert unembed(x, TABLE.astype(other)).dtype == jnp.float32
-    assert embed(i32(1), TABLE.astype(other)).dtype == scale.dtype
+    x = jax.ShapeDtypeStruct((2, 4), dtype)
+    scale, gate_up, down, table = (
+        jax.ShapeDtypeStruct(array.shape, other) for array in (SCALE, GATE_UP, DOWN, TABLE)
+    )
+    assert jax.eval_shape(norm, x, scale).dtype == x.dtype
+    assert jax.eval_shape(swiglu, x, gate_up, down).dtype == x.dtype
+    assert jax.eval_shape(unembed, x, table).dtype == jnp.float32
+    assert jax.eval_shape(embed, i32(1), table).dtype == table.dtype
 
 
 def test_every_function_is_covered_here():

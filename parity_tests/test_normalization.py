@@ -9,6 +9,7 @@ import pytest
 from helpers import (
     FLOAT16S,
     FLOATS,
+    assert_derivatives,
     assert_matches_float64,
     assert_same_bits,
     random_arrays,
@@ -17,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.test_util import check_grads
 
 from jaxblock import rms_norm
 from jaxblock.parity import assert_parity
@@ -34,8 +34,6 @@ LAYERS = {
     "one channel": ((3, 1), 1.0, 0.5, 0.0, "before_scale"),
     "small rows": ((2, 3, 64), 1e-3, 1e-6, 0.0, "before_scale"),
     "many axes": ((5, 1, 2, 33), 1.0, 1e-5, 1.0, "after_scale"),
-    "many rows, after": ((64, 13), 1e-3, 1e-6, 1.0, "after_scale"),
-    "many rows, before": ((64, 13), 1e-3, 1e-6, 1.0, "before_scale"),
 }
 
 
@@ -115,7 +113,7 @@ PLANTED_FAULTS = {
         FLOATS,
     ),
     # In float32 both orders are the same function.
-    "cast order": (other_cast, ["many rows, after", "many rows, before"], FLOAT16S),
+    "cast order": (other_cast, ["many axes", "small rows"], FLOAT16S),
 }
 
 
@@ -146,7 +144,7 @@ def float64_norm_and_gradients(x, scale, dy, eps, scale_offset):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("layer", ["small rows", "many axes"])
 def test_against_float64(layer, dtype):
     shape, size, eps, scale_offset, cast = LAYERS[layer]
     with jax.enable_x64(dtype == "float64"):
@@ -216,8 +214,7 @@ def test_a_norm_of_a_compiled_training_step_keeps_one_array():
 
 def test_derivatives_of_all_orders_and_modes(x64):
     x, scale = make_inputs((2, 5), 1.0, 0.0)
-    function = jax.jit(partial(rms_norm, eps=1e-2))
-    check_grads(function, (jnp.asarray(x), jnp.asarray(scale)), order=2, modes=("fwd", "rev"))
+    assert_derivatives(partial(rms_norm, eps=1e-2), jnp.asarray(x), jnp.asarray(scale))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -343,9 +340,10 @@ def test_vmap_over_norms_of_one_size():
         )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "spec", [PartitionSpec("data"), PartitionSpec(None, "data"), PartitionSpec("data", "model")]
+    ("spec", "dtype"),
+    [(PartitionSpec("data"), "bfloat16"), (PartitionSpec("data", "model"), "float32")],
+    ids=str,
 )
 def test_sharded_equals_unsharded(spec, dtype):
     """Rows over devices give the same bits; a sharded D sums in another order."""
@@ -384,7 +382,7 @@ def test_power_of_two_in_front_of_x_cancels(width, exponent, cast, seed):
 
 
 @given(
-    width=SIZES,
+    width=st.sampled_from([1, 33]),
     exponent=st.integers(-6, 6),
     cast=st.sampled_from(CASTS),
     dtype=st.sampled_from(FLOATS),

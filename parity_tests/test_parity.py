@@ -500,7 +500,7 @@ def test_explain_nonfinite():
 
 @pytest.mark.parametrize("shape", [(8,), (3, 5), (4, 6, 8), (64, 64)])
 def test_explain_finds_nothing_in_noise(shape):
-    """Neither in what is unrelated nor in an unrelated error: at most one in a hundred by chance."""
+    """Neither in what is unrelated nor in an unrelated error, but by chance in few numbers."""
     found = 0
     for seed in range(100):
         expected, noise = normal((2, *shape), seed)
@@ -579,5 +579,600 @@ def test_first_divergence_refuses_other_names_and_shapes():
     with pytest.raises(ValueError, match="none at all"):
         first_divergence({}, {})
     turned = {**good, "layer 0": good["layer 0"].T}
-    with pytest.raises(ValueError, match=r"'layer 0' .*jax_values=\[5, 32\], torch_values=\[32, 5\]"):
+    with pytest.raises(
+        ValueError, match=r"'layer 0' .*jax_values=\[5, 32\], torch_values=\[32, 5\]"
+    ):
         first_divergence(good, turned)
+
+
+# --- assert_parity: what it takes ---
+
+
+def jax_mlp(params, x):
+    return (jax.nn.silu(x @ params["gate"]) * (x @ params["up"])) @ params["down"]
+
+
+def params_from_torch(named):
+    return {name: named[f"{name}_proj.weight"].T for name in ("gate", "up", "down")}
+
+
+@pytest.fixture(scope="session")
+def torch_mlp():
+    import torch
+
+    class MLP(torch.nn.Module):
+        def __init__(self, hidden_size, intermediate_size):
+            super().__init__()
+            self.gate_proj = torch.nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.up_proj = torch.nn.Linear(hidden_size, intermediate_size, bias=False)
+            self.down_proj = torch.nn.Linear(intermediate_size, hidden_size, bias=False)
+
+        def forward(self, x):
+            gate = torch.nn.functional.silu(self.gate_proj(x))
+            return self.down_proj(gate * self.up_proj(x))
+
+        def doubled(self, x):
+            return 2 * self(x)
+
+    torch.manual_seed(0)
+    return MLP(16, 29)
+
+
+@pytest.mark.torch
+def test_functions_of_one_two_and_named_inputs():
+    import torch
+
+    x, y = normal((2, 5, 7))
+    assert len(assert_parity(jnp.tanh, torch.tanh, x, gradients=False).judgements) == 2
+    assert len(assert_parity(jnp.tanh, torch.tanh, [x]).judgements) == 3
+    assert len(assert_parity(jnp.matmul, torch.matmul, (x.T, y)).judgements) == 4
+    for inputs in (
+        {"x": x.astype(np.float32), "y": jnp.asarray(y, jnp.float32)},
+        {"x": torch.tensor(x).float(), "y": torch.nn.Parameter(torch.tensor(y).float())},
+    ):
+        report = assert_parity(lambda *, x, y: x * y, lambda *, x, y: x * y, inputs)
+        assert [j.name for j in report.judgements][2:] == [
+            "gradient of input x",
+            "gradient of input y",
+        ]
+    nested = ({"a": x, "b": [y]},)
+    report = assert_parity(
+        lambda d: d["a"] + d["b"][0], lambda d: d["a"] + d["b"][0], nested, dtypes="bfloat16"
+    )
+    assert report.judgements[-1].name == "bfloat16: gradient of input 0/b/0"
+    assert report.judgements[-1].jax.dtype == "bfloat16"
+    assert report.ok
+    assert "ratio" in str(report)
+
+
+@pytest.mark.torch
+def test_numbers_strings_and_none_are_passed_as_they_are():
+    def scaled(x, power, mode, nothing, factor):
+        assert type(power) is int
+        assert (mode, nothing) == ("exact", None)
+        return x**power * factor
+
+    report = assert_parity(scaled, scaled, (normal(6), 3, "exact", None, 0.5))
+    assert [j.name for j in report.judgements] == [
+        "output, eager",
+        "output, jit",
+        "gradient of input 0",
+    ]
+
+
+@pytest.mark.torch
+def test_float64_inputs_are_float32_unless_64_bit_types_are_on():
+    import torch
+
+    (eager, *_) = assert_parity(jnp.sin, torch.sin, normal(9)).judgements
+    assert (eager.jax.dtype, eager.torch.dtype) == ("float32", "float32")
+    with pytest.raises(ValueError, match="^to_jax: float64 needs"):
+        assert_parity(jnp.sin, torch.sin, normal(9), dtypes=("float64",))
+
+
+@pytest.mark.torch
+def test_float64(x64):
+    import torch
+
+    report = assert_parity(jnp.sin, torch.sin, normal(9), dtypes=(jnp.float32, jnp.float64))
+    assert {j.jax.dtype for j in report.judgements} == {"float32", "float64"}
+    assert all(j.jax.max_abs_error < 1e-15 for j in report.judgements if j.jax.dtype == "float64")
+    # float32 inside, in one framework only
+    with pytest.raises(AssertionError, match="every value of actual is a float32 number"):
+        assert_parity(
+            lambda x: jnp.sin(x.astype(jnp.float32)).astype(x.dtype),
+            torch.sin,
+            normal(100),
+            dtypes=("float64",),
+        )
+
+
+@pytest.mark.torch
+def test_a_module_and_its_parameters(torch_mlp):
+    report = assert_parity(
+        jax_mlp, torch_mlp, (normal((3, 16)),), parameters=params_from_torch, dtypes=FLOATS
+    )
+    names = [j.name for j in report.judgements if j.name.startswith("float16: gradient")]
+    assert names == [
+        "float16: gradient of parameter down_proj.weight",
+        "float16: gradient of parameter gate_proj.weight",
+        "float16: gradient of parameter up_proj.weight",
+        "float16: gradient of input 0",
+    ]
+
+
+@pytest.mark.torch
+def test_a_module_without_parameters_and_a_bound_method(torch_mlp):
+    params = params_from_torch({k: to_jax(v) for k, v in torch_mlp.named_parameters()})
+    x = normal((3, 16))
+    assert_parity(lambda x: jax_mlp(params, x), torch_mlp, x)
+    assert_parity(lambda x: 2 * jax_mlp(params, x), torch_mlp.doubled, x)
+    assert_parity(
+        lambda p, x: 2 * jax_mlp(p, x), torch_mlp.doubled, (x,), parameters=params_from_torch
+    )
+    # The weights are rounded with the inputs, on both sides of the reference.
+    rounded = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    report = assert_parity(lambda x: jax_mlp(rounded, x), torch_mlp, x, dtypes=("bfloat16",))
+    assert not any(j.doubts for j in report.judgements)
+
+
+@pytest.mark.torch
+def test_flax_modules(torch_mlp):
+    class Linen(flax.linen.Module):
+        @flax.linen.compact
+        def __call__(self, x):
+            gate = jax.nn.silu(flax.linen.Dense(29, use_bias=False, name="gate")(x))
+            up = flax.linen.Dense(29, use_bias=False, name="up")(x)
+            return flax.linen.Dense(16, use_bias=False, name="down")(gate * up)
+
+    class NNX(nnx.Module):
+        def __init__(self, rngs):
+            self.gate = nnx.Linear(16, 29, use_bias=False, rngs=rngs)
+            self.up = nnx.Linear(16, 29, use_bias=False, rngs=rngs)
+            self.down = nnx.Linear(29, 16, use_bias=False, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+    def kernels(named):
+        return {name: {"kernel": kernel} for name, kernel in params_from_torch(named).items()}
+
+    x = normal((3, 16))
+    assert_parity(
+        lambda params, x: Linen().apply({"params": params}, x), torch_mlp, (x,), parameters=kernels
+    )
+
+    module = NNX(nnx.Rngs(0))
+    graph, state = nnx.split(module)
+
+    def state_from_torch(named):
+        new = jax.tree.map(lambda leaf: leaf, state)
+        nnx.replace_by_pure_dict(new, kernels(named))
+        return new
+
+    assert_parity(
+        lambda state, x: nnx.merge(graph, state)(x), torch_mlp, (x,), parameters=state_from_torch
+    )
+    nnx.update(module, state_from_torch({k: to_jax(v) for k, v in torch_mlp.named_parameters()}))
+    assert_parity(module, torch_mlp, x)
+    module.up, module.gate = module.gate, module.up
+    with pytest.raises(AssertionError, match="FAIL output, eager"):
+        assert_parity(module, torch_mlp, x)
+
+
+@pytest.mark.torch
+def test_tied_parameters_buffers_and_integer_inputs():
+    import torch
+
+    class Tied(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = torch.nn.Embedding(11, 4)
+            self.head = torch.nn.Linear(4, 11, bias=False)
+            self.head.weight = self.embed.weight
+            self.register_buffer("shift", torch.linspace(-1, 1, 4))
+
+        def forward(self, tokens):
+            return self.head(self.embed(tokens) + self.shift)
+
+    def tied(table, tokens):
+        shift = jnp.linspace(-1, 1, 4).astype(table.dtype)
+        return (table[tokens] + shift[None, None]) @ table.T
+
+    tokens = np.array([[1, 4, 7], [2, 4, 9]])
+    report = assert_parity(
+        tied, Tied(), tokens, parameters=lambda p: p["embed.weight"], dtypes=FLOATS
+    )
+    gradients = [j.name for j in report.judgements if "gradient" in j.name]
+    assert gradients == [f"{dtype}: gradient of parameter embed.weight" for dtype in FLOATS]
+    # The tie lost on JAX's side
+    with pytest.raises(AssertionError, match="FAIL gradient of parameter embed.weight"):
+        assert_parity(
+            lambda table, tokens: tied(jax.lax.stop_gradient(table), tokens) + 0 * table.sum(),
+            Tied(),
+            tokens,
+            parameters=lambda p: p["embed.weight"],
+        )
+    # Ids alone: nothing to differentiate, and the dtype concerns the module
+    module = Tied()
+    table = to_jax(module.embed.weight).astype(jnp.bfloat16)
+    report = assert_parity(lambda t: tied(table, t), module, tokens, dtypes=("bfloat16",))
+    assert [j.torch.dtype for j in report.judgements] == ["bfloat16", "bfloat16"]
+    with pytest.raises(ValueError, match="^to_jax: int64 needs 64-bit"):
+        assert_parity(lambda t: table[t], module.embed, tokens + 2**31)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("training", [True, False])
+def test_the_module_and_the_inputs_are_left_as_they_were(training):
+    import torch
+
+    module = torch.nn.BatchNorm1d(4).train(training)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    x = torch.randn(8, 4, requires_grad=True)
+    kept = x.detach().clone()
+
+    def norm(params, x):
+        if training:
+            x = (x - x.mean(0, keepdims=True)) * jax.lax.rsqrt(x.var(0, keepdims=True) + 1e-5)
+        else:
+            x = x / jnp.sqrt(1 + 1e-5).astype(x.dtype)
+        return x * params["weight"][None] + params["bias"][None]
+
+    assert_parity(norm, module, (x,), parameters=lambda p: p, dtypes=("float32",))
+    assert module.training == training
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None and p.requires_grad for p in module.parameters())
+    assert torch.equal(x, kept)
+    assert x.grad is None
+
+
+@pytest.mark.torch
+def test_torch_may_overwrite_its_inputs():
+    x = normal((3, 4)).astype(np.float32)
+    kept = x.copy()
+    assert_parity(lambda x: 2 * x + 1, lambda x: x.mul_(2).add_(1), x)
+    assert_parity(lambda x: jnp.exp(x) + 1, lambda x: x.exp_().add_(1), x, gradients=False)
+    ids = np.arange(3)
+    assert_parity(lambda ids: ids + 1, lambda ids: ids.add_(1), ids)
+    np.testing.assert_array_equal(x, kept)
+    np.testing.assert_array_equal(ids, np.arange(3))
+
+
+@pytest.mark.torch
+def test_several_outputs_of_any_kind():
+    from collections import OrderedDict
+
+    import torch
+
+    class Output(OrderedDict):
+        """As the transformers library returns."""
+
+    def jax_fn(x, tokens):
+        best = jnp.argmax(x, -1)
+        return {"logits": x * 2, "extra": (best, x > 0, tokens + 1), "none": None}
+
+    def torch_fn(x, tokens):
+        extra = [torch.argmax(x, -1), x > 0, tokens + 1]
+        return Output(logits=x * 2, extra=extra, none=None)
+
+    inputs = (normal((4, 5)), np.arange(4))
+    report = assert_parity(jax_fn, torch_fn, inputs)
+    assert [j.name for j in report.judgements if "jit" not in j.name] == [
+        "output extra/0, eager",
+        "output extra/1, eager",
+        "output extra/2, eager",
+        "output logits, eager",
+        "gradient of input 0",
+    ]
+    with pytest.raises(AssertionError, match="output extra/2, jit:\n.*int32 is exact"):
+        assert_parity(
+            lambda x, t: {**jax_fn(x, t), "extra": (jnp.argmax(x, -1), x > 0, t)}, torch_fn, inputs
+        )
+
+
+@pytest.mark.torch
+def test_inputs_without_effect_and_results_without_a_way_back():
+    import torch
+
+    x, y = normal((2, 3, 4))
+    report = assert_parity(lambda x, y: 2 * x, lambda x, y: 2 * x, (x, y))
+    assert report.judgements[-1].jax.max_abs_error == 0.0
+    assert_parity(jnp.sign, torch.sign, x)
+    assert_parity(lambda x: jnp.argmax(x), lambda x: torch.argmax(x), x)
+    assert_parity(jax.lax.stop_gradient, torch.Tensor.detach, x)
+    with pytest.raises(AssertionError, match="expected is 0 everywhere"):
+        assert_parity(lambda x: x, lambda x: x.detach(), x)
+    assert_parity(lambda x: x, lambda x: x.detach(), x, gradients=False)
+
+
+@pytest.mark.torch
+def test_results_of_one_number_and_of_infinity():
+    import torch
+
+    x = normal((3, 4))
+    assert_parity(jnp.mean, torch.mean, x, dtypes=FLOATS)
+    masked = np.tri(3, 4, dtype=bool)
+    assert_parity(
+        lambda x, m: jnp.where(m, x, -jnp.inf),
+        lambda x, m: torch.where(m, x, -torch.inf),
+        (x, masked),
+        dtypes=FLOATS,
+    )
+    with pytest.raises(AssertionError, match="6 of 12 elements are NaN or infinite"):
+        assert_parity(
+            lambda x, m: jnp.where(m, x, -1e9),
+            lambda x, m: torch.where(m, x, -torch.inf),
+            (x, masked),
+            gradients=False,
+        )
+
+
+# --- assert_parity: what it refuses ---
+
+
+@pytest.mark.torch
+def test_outputs_that_do_not_correspond():
+    import torch
+
+    x = normal((3, 5))
+    same = r"^assert_parity: both functions must return the same arrays"
+    with pytest.raises(
+        ValueError, match=same + r".*jax_fn=\{0 \[3, 5\], 1 \[3, 5\]\}.*array \[3, 5\]"
+    ):
+        assert_parity(lambda x: (x, x), lambda x: x, x)
+    with pytest.raises(ValueError, match=same + r".*jax_fn=\{a .*torch_fn=\{b"):
+        assert_parity(lambda x: {"a": x}, lambda x: {"b": x}, x)
+    with pytest.raises(ValueError, match=same + r".*jax_fn=\{\}"):
+        assert_parity(lambda x: None, lambda x: None, x)
+    with pytest.raises(
+        ValueError,
+        match=r"^assert_parity: output must have one shape; got jax_fn=\[3, 5\], torch_fn=\[5, 3\]"
+        r". It looks like axes transposed",
+    ):
+        assert_parity(lambda x: x, lambda x: x.T, x)
+    with pytest.raises(ValueError, match=r"reference_fn=\[3\]"):
+        assert_parity(lambda x: x, lambda x: x, x, reference_fn=lambda x: x[:, 0])
+    with pytest.raises(ValueError, match=r"jax_fn=\[3, 1\], torch_fn=\[3\]"):
+        assert_parity(lambda x: x.mean(1, keepdims=True), lambda x: torch.mean(x, 1), x)
+
+
+@pytest.mark.torch
+def test_parameters_that_do_not_fit(torch_mlp):
+    x = normal((3, 16))
+    with pytest.raises(ValueError, match=r"^assert_parity: parameters .*torch_fn=function"):
+        assert_parity(jax_mlp, lambda x: x, (x,), parameters=params_from_torch)
+    with pytest.raises(ValueError, match=r"^assert_parity: reference_fn must be a module with"):
+        assert_parity(
+            jax_mlp, torch_mlp, (x,), parameters=params_from_torch, reference_fn=lambda x: x
+        )
+    assert_parity(jax_mlp, torch_mlp, (x,), parameters=params_from_torch, reference_fn=torch_mlp)
+
+
+@pytest.mark.torch
+def test_what_the_functions_raise_passes_through(torch_mlp):
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied"):
+        assert_parity(lambda x: x, torch_mlp, normal((3, 17)))
+    with pytest.raises(TypeError, match="incompatible shapes for broadcasting"):
+        assert_parity(lambda x: x + jnp.ones(2), lambda x: x, normal(3))
+
+
+@pytest.mark.torch
+def test_a_torch_function_that_is_random():
+    import torch
+
+    dropout = torch.nn.Dropout(0.5)
+    with pytest.raises(ValueError, match="must give one result for one input.*eval"):
+        assert_parity(lambda x: x, dropout, normal((8, 8)))
+    assert_parity(lambda x: x, dropout.eval(), normal((8, 8)))
+
+
+@pytest.mark.torch
+def test_a_wrong_torch_function_excuses_nothing():
+    """Its error against a reference that computes something else is none of rounding."""
+    import torch
+
+    x = 1 + normal(100) ** 2
+
+    def wrong_reference(x):
+        return torch.sin(x + 0.3)
+
+    with pytest.raises(AssertionError) as failure:
+        assert_parity(
+            lambda x: jnp.sin(x + 0.5), torch.sin, x, reference_fn=wrong_reference, gradients=False
+        )
+    assert "in float64 torch_fn and reference_fn still differ" in str(failure.value)
+    # JAX and the reference agree, PyTorch does not: it passes, and the report says so.
+    report = assert_parity(
+        lambda x: jnp.sin(x + 0.3), torch.sin, x, reference_fn=wrong_reference, gradients=False
+    )
+    assert "doubt, output, eager; output, jit: in float64 torch_fn and" in str(report)
+
+
+@pytest.mark.torch
+def test_a_torch_function_that_rounds_inside():
+    """bfloat16 inside even in float64: the reference shows it. With another one JAX passes."""
+
+    def rounds(x):
+        return x.bfloat16().to(x.dtype) * 3
+
+    x = normal(100)
+    with pytest.raises(AssertionError) as failure:
+        assert_parity(lambda x: x * 3, rounds, x, gradients=False)
+    assert "doubt, output, eager; output, jit: every value of the reference is" in str(
+        failure.value
+    )
+    report = assert_parity(
+        lambda x: x * 3, rounds, x, gradients=False, reference_fn=lambda x: x * 3
+    )
+    assert "PyTorch's own rms error" in str(report)
+
+
+# --- assert_parity: what it finds ---
+
+
+@pytest.mark.torch
+def test_gate_and_up_swapped(torch_mlp):
+    def swapped(named):
+        params = params_from_torch(named)
+        return {"gate": params["up"], "up": params["gate"], "down": params["down"]}
+
+    with pytest.raises(AssertionError) as failure:
+        assert_parity(
+            jax_mlp, torch_mlp, (normal((3, 16)),), parameters=swapped, dtypes=("bfloat16",)
+        )
+    text = str(failure.value)
+    assert text.startswith("JAX and PyTorch differ\n")
+    assert text.count("FAIL") == 6
+    assert (
+        "bfloat16: PyTorch would give what JAX gives if parameter gate_proj.weight and parameter "
+        "up_proj.weight change places" in text
+    )
+
+
+def packed(x, gate_up, down, scale):
+    gate, up = jnp.split(x * scale[None] @ gate_up, 2, -1)
+    return (jax.nn.silu(gate) * up) @ down
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (
+            lambda x, gate_up, down, scale: packed(x, jnp.roll(gate_up, 16, 1), down, scale),
+            "the halves of axis 1 of input 1 change places",
+        ),
+        (
+            lambda x, gate_up, down, scale: packed(x, gate_up, down.T, scale),
+            "input 2 is transposed",
+        ),
+        (
+            lambda x, gate_up, down, scale: packed(x, gate_up, down, scale + 1),
+            "1 is added to input 3",
+        ),
+    ],
+)
+def test_the_mistaken_input_is_named(wrong, hint):
+    import torch
+
+    def right(x, gate_up, down, scale):
+        gate, up = (x * scale @ gate_up).chunk(2, -1)
+        return (torch.nn.functional.silu(gate) * up) @ down
+
+    inputs = (normal((5, 16)), normal((16, 32)) / 4, normal((16, 16), 1) / 4, normal(16, 2))
+    with pytest.raises(AssertionError, match=f"would give what JAX gives if {hint}"):
+        assert_parity(wrong, right, inputs, gradients=False)
+
+
+@pytest.mark.torch
+def test_faults_are_found_and_explained():
+    import torch
+
+    def torch_norm(x, scale):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], scale, 1e-6)
+
+    def norm(x, scale, eps=1e-6, cast=False):
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+        if cast:
+            return y.astype(x.dtype) * scale[None]
+        return (y * scale[None].astype(jnp.float32)).astype(x.dtype)
+
+    inputs = (normal((8, 64)) / 30 + 0.03, 1 + 0.1 * normal(64, 1))
+    assert_parity(norm, torch_norm, inputs, dtypes=FLOATS, roundings=0)
+
+    def centred(x, scale):
+        return norm(x - x.mean(-1, keepdims=True), scale)
+
+    def times(x, scale):
+        return (norm(x, scale).astype(jnp.float32) * 1.01).astype(x.dtype)
+
+    for wrong, dtype, text in (
+        (lambda x, s: norm(x, s, eps=1e-5), "float32", "another factor for each place of axis 0"),
+        (centred, "bfloat16", "LayerNorm for RMSNorm"),
+        (times, "bfloat16", "a constant factor: 1.01"),
+        (times, "float16", "a constant factor: 1.01"),
+        (lambda x, s: norm(x, s).at[2, 5].set(0), "float32", "place 2 of axis 0"),
+        (lambda x, s: norm(x, s)[:, ::-1], "float16", "the order is reversed"),
+        (lambda x, s: norm(x, s) * jnp.nan, "float32", "actual is NaN"),
+    ):
+        with pytest.raises(AssertionError, match=f"looks like: .*{text}"):
+            assert_parity(wrong, torch_norm, inputs, dtypes=(dtype,), gradients=False, roundings=0)
+    with pytest.raises(AssertionError, match="another rounding convention"):
+        assert_parity(
+            lambda x, s: norm(x, s, cast=True),
+            torch_norm,
+            inputs,
+            dtypes=("bfloat16",),
+            gradients=False,
+            share_equal=0.98,
+        )
+
+
+@pytest.mark.torch
+def test_a_wrong_gradient_alone_is_found():
+    import torch
+
+    @jax.custom_vjp
+    def wrong(x):
+        return jnp.tanh(x)
+
+    wrong.defvjp(lambda x: (jnp.tanh(x), x), lambda x, dy: (dy * 1.02 / jnp.cosh(x) ** 2,))
+    with pytest.raises(AssertionError) as failure:
+        assert_parity(wrong, torch.tanh, normal((8, 8)))
+    text = str(failure.value)
+    assert text.count("FAIL") == 1
+    assert "gradient of input 0:\n" in text
+    assert "looks like: a constant factor: 1.02" in text
+
+
+@pytest.mark.torch
+def test_fewer_bits_than_torch_fail_and_more_pass():
+    def wide(x):
+        return x.astype(jnp.float32) * 3
+
+    with pytest.raises(AssertionError, match="JAX returns bfloat16 where PyTorch returns float32"):
+        assert_parity(lambda x: wide(x).astype(jnp.bfloat16), lambda x: x * 3, normal(9))
+    report = assert_parity(wide, lambda x: x * 3, normal(9), dtypes=("bfloat16",), share_equal=1.0)
+    assert "float32/bfloat16" in str(report)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_is_right_passes(dtype):
+    """Results and gradients of one number and of sums that cancel: no false alarm."""
+    import torch
+
+    def jax_fn(x, scale, w):
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+        y = y.astype(x.dtype).astype(jnp.float32) * scale[None].astype(jnp.float32)
+        return y.astype(x.dtype) @ w
+
+    def torch_fn(x, scale, w):
+        wide = x.to(torch.promote_types(torch.float32, x.dtype))
+        y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+        return (y.to(x.dtype) * scale) @ w
+
+    cases = {}
+    for seed in range(2):
+        random = np.random.default_rng(seed)
+        for rows, columns, outputs in [(1, 1, 1), (64, 1, 3), (5, 13, 1), (1, 64, 1), (7, 31, 5)]:
+            shapes = ((rows, columns), (1,), (columns, outputs))
+            cases[f"{seed}: {shapes}"] = [random.standard_normal(shape) for shape in shapes]
+    report = assert_parity(
+        lambda cases: {name: jax_fn(*arrays) for name, arrays in cases.items()},
+        lambda cases: {name: torch_fn(*arrays) for name, arrays in cases.items()},
+        (cases,),
+        dtypes=(dtype,),
+        reduction_length=64,
+    )
+    assert len(report.judgements) == 10 * 5
+
+
+@pytest.mark.torch
+def test_importing_it_needs_no_torch():
+    code = "import sys, jaxblock.parity; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

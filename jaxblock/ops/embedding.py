@@ -1,5 +1,6 @@
 """One [V, D] table: lookup, projection to logits, and its growth."""
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -85,17 +86,7 @@ def unembed(
             embedding=embedding,
         )
 
-    # Checkpointed: the backward pass keeps the plain logits only, not one [*B V] array a step.
-    @jax.checkpoint
-    def cap_and_mask(logits):
-        if softcap is not None:
-            logits = softcap * jnp.tanh(logits / softcap)
-        if num_valid is not None:
-            valid = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < num_valid
-            logits = jnp.where(valid, logits, -jnp.inf)
-        return logits
-
-    return cap_and_mask(matmul(x, embedding, weight_axis=-1, out_dtype=arithmetic_dtype(x.dtype)))
+    return _project_to_logits(x, embedding, softcap=softcap, num_valid=num_valid)
 
 
 def resize_embedding(
@@ -160,6 +151,25 @@ def resize_embedding(
     return jnp.concatenate([embedding, rows.astype(embedding.dtype)])
 
 
+# Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@partial(jax.jit, static_argnames=("softcap", "num_valid"), inline=True)
+def _project_to_logits(
+    x: jax.Array, embedding: jax.Array, *, softcap: float | None, num_valid: int | None
+) -> jax.Array:
+    # Checkpointed: the backward pass keeps the plain logits only, not one [*B V] array a step.
+    @jax.checkpoint
+    def cap_and_mask(logits):
+        if softcap is not None:
+            logits = softcap * jnp.tanh(logits / softcap)
+        if num_valid is not None:
+            valid = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < num_valid
+            logits = jnp.where(valid, logits, -jnp.inf)
+        return logits
+
+    return cap_and_mask(matmul(x, embedding, weight_axis=-1, out_dtype=arithmetic_dtype(x.dtype)))
+
+
+@partial(jax.jit, inline=True)
 def _lookup(tokens: jax.Array, embedding: jax.Array) -> jax.Array:
     return embedding.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
 

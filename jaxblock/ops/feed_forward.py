@@ -11,6 +11,9 @@ from jaxtyping import Array, Float
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
 
+_gelu_tanh = partial(jax.nn.gelu, approximate=True)
+_gelu_exact = partial(jax.nn.gelu, approximate=False)
+
 
 def intermediate_size(
     hidden_size: int, *, multiple_of: int, ffn_dim_multiplier: float | None = None
@@ -202,9 +205,8 @@ def geglu(
         kind=TypeError,
         approximate=approximate,
     )
-    return _gated_feed_forward(
-        "geglu", x, gate_up, down, partial(jax.nn.gelu, approximate=approximate)
-    )
+    activation = _gelu_tanh if approximate else _gelu_exact
+    return _gated_feed_forward("geglu", x, gate_up, down, activation)
 
 
 # By the names of the activations: the one table that modules and decoder pick from.
@@ -242,6 +244,18 @@ def _gated_feed_forward(
         down=down,
     )
 
+    return _compute_gated_feed_forward(x, gate_up, down, activation=activation)
+
+
+# Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@partial(jax.jit, static_argnames="activation", inline=True)
+def _compute_gated_feed_forward(
+    x: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    activation: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
     # Checkpointed with the product that follows, so that what the backward pass keeps of all this
     # is the gate/up product; the elementwise values cost less to compute again than to store.
     @jax.checkpoint

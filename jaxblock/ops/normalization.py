@@ -64,6 +64,14 @@ def rms_norm(
     scale_offset = checks.number("rms_norm", "scale_offset", scale_offset, minimum=-jnp.inf)
     checks.choice("rms_norm", "cast", cast, ("after_scale", "before_scale"))
 
+    return _normalize(x, scale, eps=eps, scale_offset=scale_offset, cast=cast)
+
+
+# Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@partial(jax.jit, static_argnames=("eps", "scale_offset", "cast"), inline=True)
+def _normalize(
+    x: jax.Array, scale: jax.Array, *, eps: float, scale_offset: float, cast: str
+) -> jax.Array:
     # The policy leaves the backward pass with x and the inverse; what it saves otherwise would be
     # three arrays of the size of x.
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(INVERSE_RMS))

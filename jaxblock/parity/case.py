@@ -187,14 +187,15 @@ class Case:
 
     def check_outputs(self) -> None:
         """All sides must return arrays of the same names and shapes."""
+        outputs = self.eager
         others = {"torch_fn": self.torch_side, "reference_fn": self.reference_side}
         for function, run in others.items():
-            if list(run.outputs) != list(self.eager) or not self.eager:
+            if list(run.outputs) != list(outputs) or not outputs:
                 raise ValueError(
                     "assert_parity: both functions must return the same arrays, at least one; got "
-                    f"jax_fn={_describe(self.eager)}, {function}={_describe(run.outputs)}"
+                    f"jax_fn={_describe(outputs)}, {function}={_describe(run.outputs)}"
                 )
-            for name, output in self.eager.items():
+            for name, output in outputs.items():
                 shape = tuple(run.outputs[name].shape)
                 if shape != output.shape:
                     hint = ""

@@ -264,7 +264,7 @@ def _shifted(pair: _Pair) -> Explanation | None:
 
 
 def _fewer_bits(pair: _Pair) -> Explanation | None:
-    for narrow in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
+    for narrow in map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32)):
         unit = unit_roundoff(narrow)
         # A few numbers may all be representable by chance, and an error that large is another's.
         if not 0 < pair.roundoff < unit or pair.before > 8 * unit * rms(pair.expected):
@@ -390,7 +390,7 @@ def _no_relation(pair: _Pair) -> Explanation:
     if pair.roundoff:
         text += f" or {relative / pair.roundoff:.0f} times the unit roundoff of {pair.dtype.name}"
     # Two operands of a product, each rounded: 0.6 u; deeper computations add up to a few times it.
-    for narrow, bits in (("bfloat16", 8), ("float16 or TF32", 11)):
+    for narrow, bits in (("bfloat16", 8), ("float16 or TF32", 11), ("float32", 24)):
         lost = -math.log2(relative / 0.6)
         if pair.roundoff < 2.0 ** -(bits + 2) and abs(lost - bits) <= 1.25:
             text += f": the size that rounding to {narrow} on the way would cause"
@@ -453,7 +453,10 @@ def _nonfinite_text(
         if (there & mismatch).any():
             kinds.append(name)
     region, where = _region(mismatch)
-    if region is None:
+    triangle, name = _triangle(mismatch)
+    if region is None and triangle is not None and np.all(mismatch == triangle):
+        where = name
+    elif region is None:
         first = [int(i) for i in np.argwhere(mismatch)[0]]
         where = f"{int(mismatch.sum())} of {mismatch.size} elements, the first at {first}"
     text = f"actual is {' or '.join(kinds)} at {where}"
