@@ -226,7 +226,9 @@ def test_options_are_refused_when_arrays_are_traced(case):
         jax.jit(lambda *arrays: function(*arrays, *others, **keywords))(*arrays)
 
 
-@pytest.mark.parametrize("value", [None, [1.0, 2.0], 3.0, "x", (1.0,), object()], ids=repr)
+@pytest.mark.parametrize(
+    "value", [None, [1.0, 2.0], 3.0, "x", (1.0,), pytest.param(object(), id="object")], ids=repr
+)
 def test_what_is_no_array_is_refused(value):
     hint = r"must be a JAX or NumPy array; got {0}='{1}'\. Convert it with jnp\.asarray\({0}\)\."
     kind = type(value).__name__

@@ -1156,12 +1156,11 @@ def test_what_is_right_passes(dtype):
         y = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
         return (y.to(x.dtype) * scale) @ w
 
+    random = np.random.default_rng(FLOATS.index(dtype))
     cases = {}
-    for seed in range(2):
-        random = np.random.default_rng(seed)
-        for rows, columns, outputs in [(1, 1, 1), (64, 1, 3), (5, 13, 1), (1, 64, 1), (7, 31, 5)]:
-            shapes = ((rows, columns), (1,), (columns, outputs))
-            cases[f"{seed}: {shapes}"] = [random.standard_normal(shape) for shape in shapes]
+    for rows, columns, outputs in [(1, 1, 1), (64, 1, 3), (5, 13, 1), (1, 64, 1), (7, 31, 5)]:
+        shapes = ((rows, columns), (1,), (columns, outputs))
+        cases[str(shapes)] = [random.standard_normal(shape) for shape in shapes]
     report = assert_parity(
         lambda cases: {name: jax_fn(*arrays) for name, arrays in cases.items()},
         lambda cases: {name: torch_fn(*arrays) for name, arrays in cases.items()},
@@ -1169,7 +1168,7 @@ def test_what_is_right_passes(dtype):
         dtypes=(dtype,),
         reduction_length=64,
     )
-    assert len(report.judgements) == 10 * 5
+    assert len(report.judgements) == 5 * 5
 
 
 @pytest.mark.torch
