@@ -23,7 +23,7 @@ from flax import linen as nn
 from jax.nn import initializers
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxblock import ops
 from jaxblock.ops import checks
@@ -132,11 +132,11 @@ class TiedEmbedding(nn.Module):
         embedding_init = self.embedding_init or default_embedding_init
         self.embedding = self.param("embedding", embedding_init, (V, D), self.param_dtype)
 
-    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
         """The same as `embed`."""
         return self.embed(tokens)
 
-    def embed(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    def embed(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
         """Rows of the table for tokens [*B], in `dtype`; None follows the table."""
         # The rows are cast, not the table: nothing of the size [V D] is made.
         rows = ops.embed(tokens, self.embedding)

@@ -25,7 +25,7 @@ from flax import nnx
 from jax.nn import initializers
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Integer
 
 from jaxblock import ops
 from jaxblock.ops import checks
@@ -180,11 +180,11 @@ class TiedEmbedding(nnx.Module):
             **embedding_metadata,
         )
 
-    def __call__(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    def __call__(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
         """The same as `embed`."""
         return self.embed(tokens)
 
-    def embed(self, tokens: Int[Array, "*B"]) -> Float[Array, "*B D"]:
+    def embed(self, tokens: Integer[Array, "*B"]) -> Float[Array, "*B D"]:
         """Rows of the table for tokens [*B], in `dtype`; None follows the table."""
         # The rows are cast, not the table: nothing of the size [V D] is made.
         rows = ops.embed(tokens, self.embedding[...])

@@ -223,8 +223,13 @@ def test_forward_mode_equals_reverse_mode(dtype):
         jnp.asarray(a, dtype) for a in random_arrays(2, (3, 7), 7, (3, 7), (3, 7))
     )
     function = partial(rms_norm, eps=1e-2)
-    _, y_dot = jax.jvp(lambda x: function(x, scale), (x,), (x_dot,))
-    (dx,) = jax.vjp(lambda x: function(x, scale), x)[1](dy)
+
+    @jax.jit
+    def both_modes(x, scale, x_dot, dy):
+        _, y_dot = jax.jvp(lambda x: function(x, scale), (x,), (x_dot,))
+        return y_dot, jax.vjp(lambda x: function(x, scale), x)[1](dy)[0]
+
+    y_dot, dx = both_modes(x, scale, x_dot, dy)
     # <dy, J x_dot> = <J^T dy, x_dot>. Each of the 21 terms was rounded to dtype once on each side.
     left, right = (
         np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64))
@@ -375,9 +380,11 @@ compiled_rms_norm = jax.jit(rms_norm, static_argnames=("eps", "cast"))
 )
 def test_power_of_two_in_front_of_x_cancels(width, exponent, cast, seed):
     """rms_norm(2^k x, eps 4^k) = rms_norm(x, eps), to the bit."""
-    x, scale = (jnp.asarray(a, jnp.float32) for a in random_arrays(seed, (3, width), width))
+    x, scale = (a.astype(np.float32) for a in random_arrays(seed, (3, width), width))
     plain = compiled_rms_norm(x, scale, eps=2.0**-10, cast=cast)
-    scaled = compiled_rms_norm(x * 2.0**exponent, scale, eps=2.0 ** (-10 + 2 * exponent), cast=cast)
+    scaled = compiled_rms_norm(
+        x * np.float32(2.0**exponent), scale, eps=2.0 ** (-10 + 2 * exponent), cast=cast
+    )
     assert_same_bits(scaled, plain)
 
 
@@ -388,15 +395,15 @@ def test_power_of_two_in_front_of_x_cancels(width, exponent, cast, seed):
     dtype=st.sampled_from(FLOATS),
 )
 def test_homogeneous_in_scale_and_odd_in_x(width, exponent, cast, dtype):
-    x, scale = (jnp.asarray(a, dtype) for a in random_arrays(6, (3, width), width))
-    factor = jnp.asarray(2.0**exponent, dtype)
+    x, scale = (a.astype(dtype) for a in random_arrays(6, (3, width), width))
+    factor = np.asarray(2.0**exponent, dtype)
     function = partial(compiled_rms_norm, eps=1e-6, cast=cast)
-    plain = function(x, scale)
+    plain = np.asarray(function(x, scale))
     assert_same_bits(function(-x, scale), -plain)
     # float16 results may become subnormal, where a power of two is not exact.
     safe = np.abs(np.asarray(plain, np.float64)) > 2.0**-7
     scaled = np.asarray(function(x, scale * factor))
-    assert_same_bits(scaled[safe], np.asarray(plain * factor)[safe])
+    assert_same_bits(scaled[safe], (plain * factor)[safe])
 
 
 @given(

@@ -4,13 +4,13 @@ from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Integer
 from torch import Tensor
 
 from torch_ref.precision import arithmetic_dtype
 
 
-def embed(tokens: Int[Tensor, "*B"], embedding: Float[Tensor, "V D"]) -> Float[Tensor, "*B D"]:
+def embed(tokens: Integer[Tensor, "*B"], embedding: Float[Tensor, "V D"]) -> Float[Tensor, "*B D"]:
     """y[..., :] = embedding[tokens[...], :]"""
     return F.embedding(tokens, embedding)
 

@@ -74,13 +74,20 @@ def integers(function: str, name: str, value: Any) -> jax.Array:
     return array
 
 
-def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
-    """Return `value` as ids that address `num_rows` rows.
+def ids(
+    function: str, name: str, value: Any, num_rows: int, *, ignore: int | None = None
+) -> jax.Array:
+    """Return `value` as ids that address `num_rows` rows, or equal `ignore`.
 
     Known ids outside [0, num_rows) raise `IndexError`, naming the first of them and its position.
     Traced ids cannot be looked at: they are reported by `checkify` if the caller functionalises the
     check, and cost nothing otherwise. What the caller computes for them must then be NaN.
     """
+
+    def outside(ids):
+        bad = (ids < 0) | (ids >= num_rows)
+        return bad if ignore is None else bad & (ids != ignore)
+
     # Looked at before JAX may narrow 64-bit ids to 32 bits, which would wrap a large one into
     # range.
     known = None if isinstance(value, jax.core.Tracer) else value
@@ -90,18 +97,19 @@ def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
         # and stay outside.
         array = array.astype(jnp.int32)
     if known is None or isinstance(array, jax.core.Tracer):
-        bad = (array < 0) | (array >= num_rows)
+        bad = outside(array)
         first = array.ravel()[jnp.argmax(bad.ravel())]
         checkify.debug_check(
             ~jnp.any(bad),
             f"{function}: {name} must lie in [0, {num_rows}); got {{first}}",
             first=first,
         )
-        return array
+        # JAX indexes with 32 bits, in which a large id would wrap into range.
+        return jnp.where(bad, -1, array).astype(jnp.int32)
     known = np.asarray(known)
-    outside = np.argwhere((known < 0) | (known >= num_rows))
-    if outside.size:
-        position = tuple(int(i) for i in outside[0])
+    bad = outside(known)
+    if bad.any():
+        position = tuple(int(i) for i in np.argwhere(bad)[0])
         fail(
             function,
             f"{name} must lie in [0, {num_rows}), the rows of the table",
@@ -110,6 +118,21 @@ def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
             **{name: int(known[position]), "position": position, "V": num_rows},
         )
     return array
+
+
+def booleans(function: str, name: str, value: Any) -> jax.Array:
+    """Return `value` as a JAX array; it must be a non-empty array of booleans."""
+    array = _array(function, name, value)
+    got: dict[str, Any] = {name: array}
+    require(array.dtype == jnp.bool_, function, f"{name} must be boolean", kind=TypeError, **got)
+    return array
+
+
+def flag(function: str, name: str, value: Any) -> bool:
+    """Return `value`, which must be True or False."""
+    must = f"{name} must be True or False"
+    require(isinstance(value, bool), function, must, kind=TypeError, **{name: value})
+    return value
 
 
 def size(function: str, name: str, value: Any) -> int:
@@ -123,6 +146,16 @@ def size(function: str, name: str, value: Any) -> int:
     )
     require(value >= 1, function, f"{name} must be at least 1", **{name: value})
     return int(value)
+
+
+def num_valid(function: str, value: Any, vocab_size: int) -> int:
+    """Return `value` as the number of rows of a table that are no padding; None means all."""
+    if value is None:
+        return vocab_size
+    value = size(function, "num_valid", value)
+    must = "num_valid must not exceed V, the rows of the table"
+    require(value <= vocab_size, function, must, num_valid=value, V=vocab_size)
+    return value
 
 
 def number(function: str, name: str, value: Any, *, minimum: float, strict: bool = False) -> float:
@@ -164,7 +197,10 @@ def _array(function: str, name: str, value: Any) -> jax.Array:
         hint=f"Convert it with jnp.asarray({name}).",
         **{name: type(value).__name__},
     )
-    array = jnp.asarray(value)
+    try:
+        array = jnp.asarray(value)
+    except TypeError:
+        fail(function, f"{name} must hold numbers", kind=TypeError, **{name: str(value.dtype)})
     got: dict[str, Any] = {name: array}
     require(0 not in array.shape, function, f"{name} must have no empty axis", **got)
     return array

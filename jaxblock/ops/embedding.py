@@ -6,13 +6,13 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
 
 
-def embed(tokens: Int[Array, "*B"], embedding: Float[Array, "V D"]) -> Float[Array, "*B D"]:
+def embed(tokens: Integer[Array, "*B"], embedding: Float[Array, "V D"]) -> Float[Array, "*B D"]:
     """y[..., :] = embedding[tokens[...], :]
 
     Args:

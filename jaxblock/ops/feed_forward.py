@@ -198,13 +198,7 @@ def geglu(
     Source: Shazeer, GLU Variants Improve Transformer, 2020, equation 6; Hendrycks and Gimpel,
       Gaussian Error Linear Units, 2016.
     """
-    checks.require(
-        isinstance(approximate, bool),
-        "geglu",
-        "approximate must be True or False",
-        kind=TypeError,
-        approximate=approximate,
-    )
+    approximate = checks.flag("geglu", "approximate", approximate)
     activation = _gelu_tanh if approximate else _gelu_exact
     return _gated_feed_forward("geglu", x, gate_up, down, activation)
 

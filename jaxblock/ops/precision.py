@@ -24,13 +24,20 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Round x to `dtype` and return it in the dtype it came in.
 
     A plain pair of casts would do, but XLA may drop such a pair (`xla_allow_excess_precision`), and
-    with it the rounding convention. `reduce_precision` is never dropped. Its exponent range is left
-    alone, since it would flush the subnormal numbers of float16; the casts then round those.
+    with it the rounding convention. `reduce_precision` is never dropped. It would flush subnormal
+    numbers, so where `dtype` has its own (float16), they are rounded as the integers that they are
+    multiples of; the casts then let what is too large overflow.
     """
-    if jnp.finfo(dtype).bits >= jnp.finfo(x.dtype).bits:
+    info, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
+    if info.bits >= wide.bits:
         return x
-    mantissa_bits = jnp.finfo(dtype).nmant
-    rounded = lax.reduce_precision(x, jnp.finfo(x.dtype).nexp, mantissa_bits)
+    rounded = lax.reduce_precision(x, wide.nexp, info.nmant)
+    if info.nexp < wide.nexp:
+        step = float(info.smallest_subnormal)
+        subnormal = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+        # Both differences are exact; so written, the gradient passes, where that of `round` is 0.
+        subnormal = x + lax.stop_gradient(subnormal - x)
+        rounded = jnp.where(jnp.abs(x) < float(info.tiny), subnormal, rounded)
     return rounded.astype(dtype).astype(x.dtype)
 
 
