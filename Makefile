@@ -6,8 +6,9 @@ PYTHON ?= python3
 PYTHON_NEWEST ?=
 # More arguments to pytest, for example PYTEST_ARGS='-k rms_norm'.
 PYTEST_ARGS ?=
-# One process a core; a test file stays in one of them, with what its tests share.
-PYTEST := -m pytest -n auto --dist loadfile
+# One process a core; a test file stays in one of them, with what its tests share. In the order of
+# their names, because the longest file is an early one.
+PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 BIN := .venv/bin
 PIP_INSTALL := -m pip install --disable-pip-version-check

@@ -105,7 +105,7 @@ def ids(
             first=first,
         )
         # JAX indexes with 32 bits, in which a large id would wrap into range.
-        return jnp.where(bad, -1, array).astype(jnp.int32)
+        return jnp.where(bad, -2 if ignore == -1 else -1, array).astype(jnp.int32)
     known = np.asarray(known)
     bad = outside(known)
     if bad.any():
@@ -179,7 +179,7 @@ def number(function: str, name: str, value: Any, *, minimum: float, strict: bool
 def choice(function: str, name: str, value: Any, options: tuple[str, ...]) -> None:
     """`value` must be one of `options`."""
     require(
-        value in options,
+        isinstance(value, str) and value in options,
         function,
         f"{name} must be one of {', '.join(map(repr, options))}",
         **{name: value},
