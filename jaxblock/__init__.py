@@ -1,5 +1,6 @@
 """The decoder block for JAX, with proof."""
 
+from jaxblock.config import ConfigError, DecoderConfig
 from jaxblock.ops import (
     embed,
     geglu,
@@ -15,6 +16,8 @@ from jaxblock.ops import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConfigError",
+    "DecoderConfig",
     "embed",
     "geglu",
     "intermediate_size",

@@ -270,11 +270,13 @@ def test_imports_go_down_only():
     # The functions and the harness know nothing of each other, and nothing of ours above them.
     allowed = {
         "ops": {"jax", "jaxtyping", "numpy"},
+        "config": {"ops"},
         "parity": {"jax", "numpy", "torch"},
         "nnx": {"jax", "jaxtyping", "flax", "ops", "jaxblock"},
         "linen": {"jax", "jaxtyping", "flax", "ops", "jaxblock"},
     }
-    for path in [*sources("jaxblock/ops"), *sources("jaxblock/parity")]:
+    packages = ("ops", "config", "parity")
+    for path in [path for package in packages for path in sources(f"jaxblock/{package}")]:
         parts = {part(module) for module in imported(path)} - standard
         assert parts <= allowed[path.parts[1]] | {path.parts[1]}, path
     for stem in ("nnx", "linen"):
@@ -283,7 +285,7 @@ def test_imports_go_down_only():
     for path in sources("torch_ref"):
         parts = {part(module) for module in imported(path)} - standard
         assert parts <= {"torch", "jaxtyping", "torch_ref"}, path
-    assert {part(module) for module in imported("jaxblock/__init__.py")} == {"ops"}
+    assert {part(module) for module in imported("jaxblock/__init__.py")} == {"config", "ops"}
     for path in sources("jaxblock"):
         if path.name not in ("cli.py", "__main__.py"):
             assert "cli" not in {part(module) for module in imported(path)}, path
@@ -357,7 +359,8 @@ def test_the_public_list():
     assert set(ops.__all__) <= set(jaxblock.__all__)
     lines = (ROOT / "jaxblock/__init__.py").read_text().splitlines()
     assert all(f'    "{name}",' in lines for name in jaxblock.__all__)
-    modules = {path.stem for path in sources("jaxblock")} | {"ops", "parity"}
+    packages = {path.name for path in (ROOT / "jaxblock").iterdir() if path.is_dir()}
+    modules = {path.stem for path in sources("jaxblock")} | packages
     public = {name for name in vars(jaxblock) if not name.startswith("_")} - modules
     assert public == set(jaxblock.__all__)
     readme = (ROOT / "README.md").read_text()
