@@ -74,22 +74,14 @@ def integers(function: str, name: str, value: Any) -> jax.Array:
     return array
 
 
-def ids(
-    function: str, name: str, value: Any, num_rows: int, *, ignore: int | None = None
-) -> jax.Array:
-    """Return `value` as ids that address `num_rows` rows, or equal `ignore`.
+def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
+    """Return `value` as ids that address `num_rows` rows.
 
     Known ids outside [0, num_rows) raise `IndexError`, naming the first of them and its position.
     Traced ids cannot be looked at: they are reported by `checkify` if the caller functionalises the
     check, and cost nothing otherwise. What the caller computes for them must then be NaN.
     """
-
-    def outside(ids):
-        bad = (ids < 0) | (ids >= num_rows)
-        return bad if ignore is None else bad & (ids != ignore)
-
-    # Looked at before JAX may narrow 64-bit ids to 32 bits, which would wrap a large one into
-    # range.
+    # Looked at before JAX may narrow 64-bit ids to 32 bits, where a large one wraps into range.
     known = None if isinstance(value, jax.core.Tracer) else value
     array = integers(function, name, value)
     if array.dtype.itemsize < 8:
@@ -97,7 +89,7 @@ def ids(
         # and stay outside.
         array = array.astype(jnp.int32)
     if known is None or isinstance(array, jax.core.Tracer):
-        bad = outside(array)
+        bad = (array < 0) | (array >= num_rows)
         first = array.ravel()[jnp.argmax(bad.ravel())]
         checkify.debug_check(
             ~jnp.any(bad),
@@ -105,11 +97,11 @@ def ids(
             first=first,
         )
         # JAX indexes with 32 bits, in which a large id would wrap into range.
-        return jnp.where(bad, -2 if ignore == -1 else -1, array).astype(jnp.int32)
+        return jnp.where(bad, -1, array).astype(jnp.int32)
     known = np.asarray(known)
-    bad = outside(known)
-    if bad.any():
-        position = tuple(int(i) for i in np.argwhere(bad)[0])
+    outside = (known < 0) | (known >= num_rows)
+    if outside.any():
+        position = tuple(int(i) for i in np.argwhere(outside)[0])
         fail(
             function,
             f"{name} must lie in [0, {num_rows}), the rows of the table",
@@ -117,14 +109,6 @@ def ids(
             hint="Negative ids do not count from the end; resize the table if the id is meant.",
             **{name: int(known[position]), "position": position, "V": num_rows},
         )
-    return array
-
-
-def booleans(function: str, name: str, value: Any) -> jax.Array:
-    """Return `value` as a JAX array; it must be a non-empty array of booleans."""
-    array = _array(function, name, value)
-    got: dict[str, Any] = {name: array}
-    require(array.dtype == jnp.bool_, function, f"{name} must be boolean", kind=TypeError, **got)
     return array
 
 
@@ -148,18 +132,21 @@ def size(function: str, name: str, value: Any) -> int:
     return int(value)
 
 
-def num_valid(function: str, value: Any, vocab_size: int) -> int:
+def num_valid(function: str, value: Any, embedding: jax.Array) -> int:
     """Return `value` as the number of rows of a table that are no padding; None means all."""
     if value is None:
-        return vocab_size
+        return embedding.shape[0]
     value = size(function, "num_valid", value)
     must = "num_valid must not exceed V, the rows of the table"
-    require(value <= vocab_size, function, must, num_valid=value, V=vocab_size)
+    fits = value <= embedding.shape[0]
+    require(fits, function, must, num_valid=value, embedding=embedding)
     return value
 
 
-def number(function: str, name: str, value: Any, *, minimum: float, strict: bool = False) -> float:
-    """Return `value` as a finite number that is at least (`strict`: above) `minimum`."""
+def number(
+    function: str, name: str, value: Any, *, minimum: float | None = None, strict: bool = False
+) -> float:
+    """Return `value` as a finite number, at least (`strict`: above) `minimum` if there is one."""
     require(
         isinstance(value, numbers.Real) and not isinstance(value, bool),
         function,
@@ -167,12 +154,11 @@ def number(function: str, name: str, value: Any, *, minimum: float, strict: bool
         kind=TypeError,
         **{name: value},
     )
-    require(
-        np.isfinite(value) and (value > minimum if strict else value >= minimum),
-        function,
-        f"{name} must be finite and {'above' if strict else 'at least'} {minimum}",
-        **{name: value},
-    )
+    must = f"{name} must be finite"
+    if minimum is not None:
+        must += f" and {'above' if strict else 'at least'} {minimum}"
+    enough = minimum is None or (value > minimum if strict else value >= minimum)
+    require(bool(np.isfinite(value)) and enough, function, must, **{name: value})
     return float(value)
 
 

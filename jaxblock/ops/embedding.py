@@ -73,19 +73,9 @@ def unembed(
         x=x,
         embedding=embedding,
     )
-    vocab_size = embedding.shape[0]
     if softcap is not None:
         softcap = checks.number("unembed", "softcap", softcap, minimum=0.0, strict=True)
-    if num_valid is not None:
-        num_valid = checks.size("unembed", "num_valid", num_valid)
-        checks.require(
-            num_valid <= vocab_size,
-            "unembed",
-            "num_valid must not exceed V, the rows of the table",
-            num_valid=num_valid,
-            embedding=embedding,
-        )
-
+    num_valid = checks.num_valid("unembed", num_valid, embedding)
     return _project_to_logits(x, embedding, softcap=softcap, num_valid=num_valid)
 
 
@@ -154,14 +144,14 @@ def resize_embedding(
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
 @partial(jax.jit, static_argnames=("softcap", "num_valid"), inline=True)
 def _project_to_logits(
-    x: jax.Array, embedding: jax.Array, *, softcap: float | None, num_valid: int | None
+    x: jax.Array, embedding: jax.Array, *, softcap: float | None, num_valid: int
 ) -> jax.Array:
     # Checkpointed: the backward pass keeps the plain logits only, not one [*B V] array a step.
     @jax.checkpoint
     def cap_and_mask(logits):
         if softcap is not None:
             logits = softcap * jnp.tanh(logits / softcap)
-        if num_valid is not None:
+        if num_valid < logits.shape[-1]:
             valid = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < num_valid
             logits = jnp.where(valid, logits, -jnp.inf)
         return logits

@@ -61,7 +61,7 @@ def rms_norm(
         scale=scale,
     )
     eps = checks.number("rms_norm", "eps", eps, minimum=0.0)
-    scale_offset = checks.number("rms_norm", "scale_offset", scale_offset, minimum=-jnp.inf)
+    scale_offset = checks.number("rms_norm", "scale_offset", scale_offset)
     checks.choice("rms_norm", "cast", cast, ("after_scale", "before_scale"))
 
     return _normalize(x, scale, eps=eps, scale_offset=scale_offset, cast=cast)
