@@ -42,6 +42,9 @@ class DecoderConfig:
       layer_kinds: what differs between layers: each kind once, in the order of its first layer.
       layers: the index into `layer_kinds` of every layer.
       special_tokens: no part of the computation.
+      num_valid: rows of the tables at or above it are padding: their logits are -inf, so no loss
+        counts them and no sampling takes them. None: every row is a token. No file has a key for
+        it; see `pad_vocabulary`.
     """
 
     model_type: str
@@ -58,6 +61,7 @@ class DecoderConfig:
     layer_kinds: tuple[LayerKind, ...]
     layers: tuple[int, ...]
     special_tokens: SpecialTokens
+    num_valid: int | None = None
 
     @classmethod
     def from_hf(cls, source: Source) -> "DecoderConfig":

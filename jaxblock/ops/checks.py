@@ -74,12 +74,29 @@ def integers(function: str, name: str, value: Any) -> jax.Array:
     return array
 
 
-def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
-    """Return `value` as ids that address `num_rows` rows.
+def booleans(function: str, name: str, value: Any) -> jax.Array:
+    """Return `value` as a JAX array; it must be a non-empty array of booleans."""
+    array = _array(function, name, value)
+    require(
+        array.dtype == jnp.bool_,
+        function,
+        f"{name} must have the dtype bool",
+        kind=TypeError,
+        hint=f"Compare explicitly: {name} != 0.",
+        **{name: array},
+    )
+    return array
+
+
+def ids(
+    function: str, name: str, value: Any, num_rows: int, *, ignore: int | None = None
+) -> jax.Array:
+    """Return `value` as ids that address `num_rows` rows; `ignore` is one that addresses none.
 
     Known ids outside [0, num_rows) raise `IndexError`, naming the first of them and its position.
     Traced ids cannot be looked at: they are reported by `checkify` if the caller functionalises the
-    check, and cost nothing otherwise. What the caller computes for them must then be NaN.
+    check, and cost nothing otherwise. They come back as -1 (-2 where -1 is the ignored one), and
+    what the caller computes for them must be NaN.
     """
     # Looked at before JAX may narrow 64-bit ids to 32 bits, where a large one wraps into range.
     known = None if isinstance(value, jax.core.Tracer) else value
@@ -88,23 +105,30 @@ def ids(function: str, name: str, value: Any, num_rows: int) -> jax.Array:
         # Narrow ids could not be compared with a larger V; uint32 ids from 2^31 on turn negative
         # and stay outside.
         array = array.astype(jnp.int32)
+    allowed = f"{name} must lie in [0, {num_rows})"
+    if ignore is not None:
+        allowed += f" or be {ignore}, which is ignored"
     if known is None or isinstance(array, jax.core.Tracer):
         bad = (array < 0) | (array >= num_rows)
+        if ignore is not None:
+            bad &= array != ignore
         first = array.ravel()[jnp.argmax(bad.ravel())]
         checkify.debug_check(
             ~jnp.any(bad),
-            f"{function}: {name} must lie in [0, {num_rows}); got {{first}}",
+            f"{function}: {allowed}; got {{first}}",
             first=first,
         )
         # JAX indexes with 32 bits, in which a large id would wrap into range.
-        return jnp.where(bad, -1, array).astype(jnp.int32)
+        return jnp.where(bad, -2 if ignore == -1 else -1, array).astype(jnp.int32)
     known = np.asarray(known)
     outside = (known < 0) | (known >= num_rows)
+    if ignore is not None:
+        outside &= known != ignore
     if outside.any():
         position = tuple(int(i) for i in np.argwhere(outside)[0])
         fail(
             function,
-            f"{name} must lie in [0, {num_rows}), the rows of the table",
+            f"{allowed}, the rows of the table" if ignore is None else allowed,
             kind=IndexError,
             hint="Negative ids do not count from the end; resize the table if the id is meant.",
             **{name: int(known[position]), "position": position, "V": num_rows},
@@ -132,14 +156,13 @@ def size(function: str, name: str, value: Any) -> int:
     return int(value)
 
 
-def num_valid(function: str, value: Any, embedding: jax.Array) -> int:
-    """Return `value` as the number of rows of a table that are no padding; None means all."""
+def num_valid(function: str, value: Any, vocab_size: int, **got: Any) -> int:
+    """Return `value` as the number of rows that are no padding, of `vocab_size`; None means all."""
     if value is None:
-        return embedding.shape[0]
+        return vocab_size
     value = size(function, "num_valid", value)
     must = "num_valid must not exceed V, the rows of the table"
-    fits = value <= embedding.shape[0]
-    require(fits, function, must, num_valid=value, embedding=embedding)
+    require(value <= vocab_size, function, must, num_valid=value, **got)
     return value
 
 
