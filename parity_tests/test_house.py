@@ -106,6 +106,13 @@ GATE_UP, DOWN, TABLE = random(2, 4, 2, 6), random(3, 6, 4), random(4, 8, 4)
 GATE, FUSED, TOKENS = random(5, 4, 6), random(6, 4, 12), jnp.array([0, 7])
 KEYS = [jax.random.key(0), jax.random.key(1)]
 LAYER = dict(x=X, gate_up=GATE_UP, down=DOWN)
+OTHER_LAYER = dict(
+    x=2 * X,
+    gate_up=2 * GATE_UP,
+    down=2 * DOWN,
+    gate_up_bias=random(7, 2, 6),
+    down_bias=random(8, 4),
+)
 NORMAL = dict(embedding=TABLE, vocab_size=9, fill="normal", key=KEYS[0])
 
 # function -> (arguments of a call, another value of each parameter).
@@ -130,8 +137,8 @@ LIVE = {
         dict(fused=FUSED, layout="blocks", block_size=2),
         dict(fused=2 * FUSED, layout="gate_up", block_size=3),
     ),
-    "swiglu": (LAYER, dict(x=2 * X, gate_up=2 * GATE_UP, down=2 * DOWN)),
-    "geglu": (LAYER, dict(x=2 * X, gate_up=2 * GATE_UP, down=2 * DOWN, approximate=False)),
+    "swiglu": (LAYER, OTHER_LAYER),
+    "geglu": (LAYER, OTHER_LAYER | dict(approximate=False)),
     "embed": (
         dict(tokens=TOKENS, embedding=TABLE),
         dict(tokens=TOKENS // 7, embedding=2 * TABLE),

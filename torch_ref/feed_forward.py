@@ -44,12 +44,17 @@ def unpack_gate_up(
 
 
 def swiglu(
-    x: Float[Tensor, "*B D"], gate_up: Float[Tensor, "D 2 F"], down: Float[Tensor, "F D"]
+    x: Float[Tensor, "*B D"],
+    gate_up: Float[Tensor, "D 2 F"],
+    down: Float[Tensor, "F D"],
+    *,
+    gate_up_bias: Float[Tensor, "2 F"] | None = None,
+    down_bias: Float[Tensor, "D"] | None = None,
 ) -> Float[Tensor, "*B D"]:
     """y = (silu(x · gate_up[:, 0]) * (x · gate_up[:, 1])) · down,  silu(z) = z / (1 + exp(-z))"""
-    gate, up = _gate_and_up(x, gate_up)
+    gate, up = _gate_and_up(x, gate_up, gate_up_bias)
     hidden = F.silu(gate) * up
-    return hidden.to(x.dtype) @ down.to(x.dtype)
+    return _project(hidden.to(x.dtype), down, down_bias)
 
 
 def geglu(
@@ -58,14 +63,22 @@ def geglu(
     down: Float[Tensor, "F D"],
     *,
     approximate: bool = True,
+    gate_up_bias: Float[Tensor, "2 F"] | None = None,
+    down_bias: Float[Tensor, "D"] | None = None,
 ) -> Float[Tensor, "*B D"]:
     """y = (gelu(x · gate_up[:, 0]) * (x · gate_up[:, 1])) · down"""
-    gate, up = _gate_and_up(x, gate_up)
+    gate, up = _gate_and_up(x, gate_up, gate_up_bias)
     hidden = F.gelu(gate, approximate="tanh" if approximate else "none") * up
-    return hidden.to(x.dtype) @ down.to(x.dtype)
+    return _project(hidden.to(x.dtype), down, down_bias)
 
 
-def _gate_and_up(x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    gate_kernel, up_kernel = gate_up.to(x.dtype).unbind(dim=1)
+def _gate_and_up(x: Tensor, gate_up: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     wide = arithmetic_dtype(x.dtype)
-    return (x @ gate_kernel).to(wide), (x @ up_kernel).to(wide)
+    gate, up = (
+        _project(x, gate_up[:, half], None if bias is None else bias[half]) for half in (0, 1)
+    )
+    return gate.to(wide), up.to(wide)
+
+
+def _project(x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
+    return F.linear(x, kernel.to(x.dtype).mT, None if bias is None else bias.to(x.dtype))

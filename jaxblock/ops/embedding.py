@@ -75,9 +75,7 @@ def unembed(
     )
     if softcap is not None:
         softcap = checks.number("unembed", "softcap", softcap, minimum=0.0, strict=True)
-    num_valid = checks.num_valid(
-        "unembed", num_valid, embedding.shape[0], embedding=embedding
-    )
+    num_valid = checks.num_valid("unembed", num_valid, embedding.shape[0], embedding=embedding)
     return _project_to_logits(x, embedding, softcap=softcap, num_valid=num_valid)
 
 

@@ -147,7 +147,12 @@ def unpack_gate_up(
 
 
 def swiglu(
-    x: Float[Array, "*B D"], gate_up: Float[Array, "D 2 F"], down: Float[Array, "F D"]
+    x: Float[Array, "*B D"],
+    gate_up: Float[Array, "D 2 F"],
+    down: Float[Array, "F D"],
+    *,
+    gate_up_bias: Float[Array, "2 F"] | None = None,
+    down_bias: Float[Array, "D"] | None = None,
 ) -> Float[Array, "*B D"]:
     """y = (silu(x · gate_up[:, 0]) * (x · gate_up[:, 1])) · down,  silu(z) = z / (1 + exp(-z))
 
@@ -156,13 +161,15 @@ def swiglu(
       gate_up: index 0 of the axis of size 2 is the gate, index 1 the up projection; see
         `pack_gate_up` and `unpack_gate_up`.
       down: the projection back.
+      gate_up_bias, down_bias: added to the two products (Llama's `mlp_bias`).
 
     Returns: the shape and dtype of x.
 
     Raises: ValueError or TypeError for shapes that do not fit (gate_up without its axis of size 2
       among them), an empty axis, integer inputs.
 
-    Precision: products with 16-bit operands accumulate in float32 and are rounded once; silu and
+    Precision: products with 16-bit operands accumulate in float32 and are rounded once, after the
+      bias if there is one; silu and
       the elementwise product run in float32 and are rounded once. Weights follow the dtype of x.
       The backward pass keeps x and the gate/up product only and computes the elementwise values
       again.
@@ -171,7 +178,9 @@ def swiglu(
 
     Source: Shazeer, GLU Variants Improve Transformer, 2020, equation 6.
     """
-    return _gated_feed_forward("swiglu", x, gate_up, down, jax.nn.silu)
+    return _gated_feed_forward(
+        "swiglu", x, gate_up, down, gate_up_bias, down_bias, activation=jax.nn.silu
+    )
 
 
 def geglu(
@@ -180,6 +189,8 @@ def geglu(
     down: Float[Array, "F D"],
     *,
     approximate: bool = True,
+    gate_up_bias: Float[Array, "2 F"] | None = None,
+    down_bias: Float[Array, "D"] | None = None,
 ) -> Float[Array, "*B D"]:
     """y = (gelu(x · gate_up[:, 0]) * (x · gate_up[:, 1])) · down
 
@@ -189,6 +200,7 @@ def geglu(
       down: the projection back.
       approximate: True: the tanh form (Gemma; "gelu_pytorch_tanh"). False: the exact form with erf.
         They differ by up to 4.8e-4.
+      gate_up_bias, down_bias: added to the two products.
 
     Returns, Raises, Precision: as `swiglu`.
 
@@ -200,7 +212,9 @@ def geglu(
     """
     approximate = checks.flag("geglu", "approximate", approximate)
     activation = _gelu_tanh if approximate else _gelu_exact
-    return _gated_feed_forward("geglu", x, gate_up, down, activation)
+    return _gated_feed_forward(
+        "geglu", x, gate_up, down, gate_up_bias, down_bias, activation=activation
+    )
 
 
 # By the names of the activations: the one table that modules and decoder pick from.
@@ -216,6 +230,9 @@ def _gated_feed_forward(
     x: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
+    gate_up_bias: jax.Array | None,
+    down_bias: jax.Array | None,
+    *,
     activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     x, gate_up, down = checks.floating(function, x=x, gate_up=gate_up, down=down)
@@ -237,8 +254,21 @@ def _gated_feed_forward(
         gate_up=gate_up,
         down=down,
     )
+    gate_up_bias = _bias(function, "gate_up_bias", gate_up_bias, gate_up)
+    down_bias = _bias(function, "down_bias", down_bias, down)
 
-    return _compute_gated_feed_forward(x, gate_up, down, activation=activation)
+    return _compute_gated_feed_forward(
+        x, gate_up, down, gate_up_bias, down_bias, activation=activation
+    )
+
+
+def _bias(function: str, name: str, bias: jax.Array | None, kernel: jax.Array) -> jax.Array | None:
+    if bias is None:
+        return None
+    (bias,) = checks.floating(function, **{name: bias})
+    must = f"{name} must have the shape of what its kernel makes of one token"
+    checks.require(bias.shape == kernel.shape[1:], function, must, kernel=kernel, **{name: bias})
+    return bias
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
@@ -247,16 +277,18 @@ def _compute_gated_feed_forward(
     x: jax.Array,
     gate_up: jax.Array,
     down: jax.Array,
+    gate_up_bias: jax.Array | None,
+    down_bias: jax.Array | None,
     *,
     activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
     # Checkpointed with the product that follows, so that what the backward pass keeps of all this
     # is the gate/up product; the elementwise values cost less to compute again than to store.
     @jax.checkpoint
-    def gate_and_project_down(gate_up_product, down):
+    def gate_and_project_down(gate_up_product, down, down_bias):
         gate, up = gate_up_product[..., 0, :], gate_up_product[..., 1, :]
         wide = arithmetic_dtype(x.dtype)
         hidden = activation(gate.astype(wide)) * up.astype(wide)
-        return matmul(hidden.astype(x.dtype), down)
+        return matmul(hidden.astype(x.dtype), down, bias=down_bias)
 
-    return gate_and_project_down(matmul(x, gate_up), down)
+    return gate_and_project_down(matmul(x, gate_up, bias=gate_up_bias), down, down_bias)

@@ -42,13 +42,19 @@ def round_to(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def matmul(
-    x: jax.Array, weight: jax.Array, *, weight_axis: int = 0, out_dtype: DTypeLike | None = None
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    weight_axis: int = 0,
+    out_dtype: DTypeLike | None = None,
 ) -> jax.Array:
     """y[*B *F] = sum over D of x[*B D] * weight[D *F]: the one matrix product of this library.
 
     Args:
       x: activations [*B D]; their dtype is the dtype of both operands.
       weight: [D *F] with `weight_axis=0`, or [*F D] with `weight_axis=-1`.
+      bias: [*F], added before y is rounded.
       weight_axis: the axis of `weight` that is summed over.
       out_dtype: dtype of the result; None means x.dtype.
 
@@ -57,6 +63,12 @@ def matmul(
     fast kernels of every backend. float32 and float64 use JAX's own rules, so forward mode and
     higher derivatives work; float32 products obey `jax.default_matmul_precision`.
     """
+    if bias is not None:
+        wide = arithmetic_dtype(x.dtype)
+        y = matmul(x, weight, weight_axis=weight_axis, out_dtype=wide)
+        bias = bias.astype(x.dtype).astype(wide)
+        y += bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
+        return y.astype(x.dtype if out_dtype is None else out_dtype)
     weight_axis %= weight.ndim
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if jnp.finfo(x.dtype).bits == 16:

@@ -1,0 +1,129 @@
+"""One layer of the decoder: attention and feed-forward, each a branch beside the residual stream.
+
+    x = x + post_norm(attention(pre_norm(x)))
+    x = x + post_norm(feed_forward(pre_norm(x)))
+
+Which norms there are is the family's: Llama has the first of each pair, OLMo-2 the second, Gemma 2
+and 3 both. What a token sees, and whether a cache is behind it, is decided by the caller, who hands
+in `attend`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxblock import ops
+from jaxblock.config import DecoderConfig, LayerKind
+from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
+from jaxblock.ops.precision import matmul
+
+Params = Mapping[str, Any]
+Angles = tuple[jax.Array, jax.Array]
+# From q [B T N H], k and v [B T K H] to [B T N H], and whatever state the caller keeps.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+def rotary_angles(positions: jax.Array, kind: LayerKind, config: DecoderConfig) -> Angles:
+    """cos, sin [B T rotary_dim/2] of the positions [B T], for layers of one kind."""
+    rotary = kind.rotary
+    frequencies = ops.rotary_frequencies(
+        config.attention.head_dim,
+        theta=rotary.theta,
+        scaling=rotary.scaling,
+        rotary_dim=rotary.rotary_dim,
+    )
+    return ops.rotary_cos_sin(
+        positions, frequencies, magnitude=ops.rotary_magnitude(rotary.scaling)
+    )
+
+
+def decoder_block(
+    params: Params,
+    x: Float[Array, "B T D"],
+    config: DecoderConfig,
+    *,
+    angles: Angles,
+    attend: Attend,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """x = x + attention branch;  x = x + feed-forward branch
+
+    Args:
+      params: of one layer: `layers` of the parameter tree without its leading axis.
+      x: the residual stream.
+      config: the decoder.
+      angles: of `rotary_angles`, for this layer's kind.
+      attend: attention itself.
+
+    Returns: the residual stream after the layer, and the state that `attend` returned.
+
+    Precision: each branch comes in x.dtype, and each sum is rounded to it, as in torch.
+    """
+    branch = _norm(params, "attention_norm", x, config)
+    branch, state = attention_branch(
+        params["attention"], branch, config, angles=angles, attend=attend
+    )
+    x = x + _norm(params, "attention_post_norm", branch, config)
+    branch = _norm(params, "feed_forward_norm", x, config)
+    branch = feed_forward_branch(params["feed_forward"], branch, config)
+    return x + _norm(params, "feed_forward_post_norm", branch, config), state
+
+
+def attention_branch(
+    params: Params,
+    x: Float[Array, "B T D"],
+    config: DecoderConfig,
+    *,
+    angles: Angles,
+    attend: Attend,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """y = attend(rotate(norm(x · q + q_bias)), rotate(norm(x · k + k_bias)), x · v + v_bias) · o"""
+    q, k, v = (matmul(x, params[name], bias=params.get(f"{name}_bias")) for name in "qkv")
+    if config.attention.qk_norm is not None:
+        q = _qk_norm(q, params["q_norm"]["scale"], config)
+        k = _qk_norm(k, params["k_norm"]["scale"], config)
+    q, k = ops.apply_rotary(q, *angles), ops.apply_rotary(k, *angles)
+    y, state = attend(q, k, v)
+    o = params["o"].reshape(-1, params["o"].shape[-1])
+    y = y.reshape(*y.shape[:-2], -1)
+    return matmul(y, o, bias=params.get("o_bias")), state
+
+
+def feed_forward_branch(
+    params: Params, x: Float[Array, "B T D"], config: DecoderConfig
+) -> Float[Array, "B T D"]:
+    """y = the gated feed-forward, or the mixture of experts where the decoder has experts"""
+    if config.moe is not None:
+        return ops.moe_swiglu(
+            x,
+            params["router"],
+            params["gate_up"],
+            params["down"],
+            num_active=config.moe.num_experts_per_tok,
+            renormalize=config.moe.norm_topk_prob,
+        )
+    return GATED_FEED_FORWARDS[config.feed_forward.activation](x, **params)
+
+
+def norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
+    """`rms_norm` by the conventions of the family."""
+    return ops.rms_norm(
+        x,
+        scale,
+        eps=config.norm.eps,
+        scale_offset=config.norm.scale_offset,
+        cast=config.norm.cast,
+    )
+
+
+def _norm(params: Params, name: str, x: jax.Array, config: DecoderConfig) -> jax.Array:
+    # A family without this norm has no such parameter: the tree was checked against the config.
+    return norm(x, params[name]["scale"], config) if name in params else x
+
+
+def _qk_norm(heads: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
+    if config.attention.qk_norm == "head":
+        return norm(heads, scale, config)
+    flat = heads.reshape(*heads.shape[:-2], -1)
+    return norm(flat, scale, config).reshape(heads.shape)
