@@ -12,12 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxblock import ops
 from jaxblock.config import DecoderConfig, LayerKind
+from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
 from jaxblock.ops.precision import matmul
+from jaxblock.sequence import token_order, within
 
 Params = Mapping[str, Any]
 Angles = tuple[jax.Array, jax.Array]
@@ -88,6 +90,86 @@ def attention_branch(
     o = params["o"].reshape(-1, params["o"].shape[-1])
     y = y.reshape(*y.shape[:-2], -1)
     return matmul(y, o, bias=params.get("o_bias")), state
+
+
+def attend_to_rows(
+    config: DecoderConfig,
+    kind: LayerKind,
+    order: Int32[Array, "B T"],
+    mask: Bool[Array, "B T"] | None,
+) -> Attend:
+    """Attention of whole rows to themselves; `order` is `token_order` of the mask."""
+
+    def attend(q, k, v):
+        visible, window = None, kind.window
+        if mask is not None:
+            # The window counts real tokens: with padding in between, places would be others.
+            visible = mask[:, None, None, :] & within(order, order, window, causal=False)
+            window = None
+        y = ops.attention(
+            q,
+            k,
+            v,
+            scale=config.attention.scale,
+            window=window,
+            softcap=config.attention.softcap,
+            mask=visible,
+        )
+        return y, None
+
+    return attend
+
+
+def row_attention(
+    params: Params,
+    x: Float[Array, "B T D"],
+    config: DecoderConfig,
+    kind: LayerKind,
+    *,
+    positions: Integer[Array, "B T"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """y = `attention_branch` of whole rows: the attention of one layer, by itself"""
+    angles, attend = _whole_rows("Attention", x, config, kind, positions, mask)
+    return attention_branch(params, x, config, angles=angles, attend=attend)[0]
+
+
+def row_block(
+    params: Params,
+    x: Float[Array, "B T D"],
+    config: DecoderConfig,
+    kind: LayerKind,
+    *,
+    positions: Integer[Array, "B T"] | None = None,
+    mask: Bool[Array, "B T"] | None = None,
+) -> Float[Array, "B T D"]:
+    """y = `decoder_block` of whole rows: one layer, by itself"""
+    angles, attend = _whole_rows("DecoderBlock", x, config, kind, positions, mask)
+    return decoder_block(params, x, config, angles=angles, attend=attend)[0]
+
+
+def _whole_rows(
+    function: str,
+    x: jax.Array,
+    config: DecoderConfig,
+    kind: LayerKind,
+    positions: jax.Array | None,
+    mask: jax.Array | None,
+) -> tuple[Angles, Attend]:
+    fits = x.ndim == 3 and x.shape[-1] == config.hidden_size
+    must = f"x must be [B T D] with D = {config.hidden_size}"
+    checks.require(fits, function, must, x=x)
+    if positions is not None:
+        positions = checks.integers(function, "positions", positions)
+        must = "positions must have the shape [B T] of x"
+        checks.require(positions.shape == x.shape[:2], function, must, positions=positions, x=x)
+    if mask is not None:
+        mask = checks.booleans(function, "mask", mask)
+        must = "mask must have the shape [B T] of x"
+        checks.require(mask.shape == x.shape[:2], function, must, mask=mask, x=x)
+    order = token_order(*x.shape[:2], mask)
+    angles = rotary_angles(order if positions is None else positions, kind, config)
+    return angles, attend_to_rows(config, kind, order, mask)
 
 
 def feed_forward_branch(

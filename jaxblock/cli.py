@@ -1,28 +1,14 @@
-"""The command line: `jaxblock parity`."""
+"""The command line: the list of its commands, which are in `jaxblock.commands`."""
 
-import importlib.util
-import os
-from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
-from jaxblock import __version__, model_report, smollm2
-
-if TYPE_CHECKING:
-    from jaxblock.model_parity import Row
-
-# What `parity` needs beyond the core; transformers reads no GGUF file without accelerate.
-PARITY_EXTRA = ("torch", "transformers", "gguf", "accelerate")
-
-PROMPT = (
-    "The library of Alexandria was founded in the third century BC. Ships that entered the harbour "
-    "had to hand over their books, which were copied by scribes; the copies went back to the "
-    "owners and the originals stayed on the shelves. Today historians"
-)
+from jaxblock import __version__
+from jaxblock.commands.convert import convert
+from jaxblock.commands.generate import generate
+from jaxblock.commands.inspect import inspect
+from jaxblock.commands.parity import parity
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,14 +16,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_show_locals=False,
 )
-
-
-class Dtype(StrEnum):
-    """What weights and activations are rounded to."""
-
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
 
 
 def main() -> None:
@@ -63,104 +41,8 @@ def options(
     """The decoder block for JAX, with proof."""
 
 
-@app.command()
-def parity(
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A GGUF file of the llama family with tied embeddings. Without it: "
-            "SmolLM2-135M-Instruct, fetched once (93 MB) and kept in the cache.",
-        ),
-    ] = None,
-    prompt: Annotated[
-        str,
-        typer.Option(
-            metavar="TEXT",
-            help="What the model reads, 1 to 512 tokens. Without it: three English sentences.",
-            show_default=False,
-        ),
-    ] = PROMPT,
-    dtype: Annotated[
-        list[Dtype] | None,
-        typer.Option(
-            metavar="DTYPE",
-            help="float32, bfloat16 or float16: what weights and activations are rounded to. May "
-            "be given more than once. Without it: float32 and bfloat16.",
-        ),
-    ] = None,
-    json_file: Annotated[
-        Path | None,
-        typer.Option("--json", metavar="FILE", help="Write every number to a JSON file, too."),
-    ] = None,
-) -> None:
-    """Compare jaxblock with PyTorch on a trained model.
-
-    PyTorch runs the model on a prompt. What its embedding, every RMSNorm, every SwiGLU layer and
-    the tied projection were given and returned is recorded, and the jitted jaxblock functions get
-    the same inputs and weights. Both results are measured against float64. JAX passes if it errs no
-    more than rounding explains, or no more than twice as much as PyTorch does.
-
-    Exit status: 0 for PASS, 1 for FAIL, 2 if the comparison could not be made.
-    """
-    missing = [name for name in PARITY_EXTRA if importlib.util.find_spec(name) is None]
-    if missing:
-        _stop(
-            "parity: PyTorch, transformers, gguf and accelerate must be installed; got "
-            f'missing={", ".join(missing)}. Install them: pip install "jaxblock[parity]"'
-        )
-    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        _stop(f"parity: --json must name a file in a folder that exists; got json={json_file}")
-
-    try:
-        gguf = checkpoint or smollm2.fetch(_say)
-    except smollm2.FetchError as error:
-        _stop(str(error))
-
-    # Read when the libraries are imported: a local file is no matter for the hub, and ours is the
-    # only progress display.
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["TQDM_DISABLE"] = "1"
-    progress = Console(stderr=True, highlight=False)
-    _say("Loading PyTorch, transformers and the model")
-    with progress.status("a quarter of a minute"):
-        from jaxblock import model_parity
-
-        try:
-            model, tokenizer = model_parity.load(gguf)
-            tokens = model_parity.tokenize(tokenizer, prompt)
-        except model_parity.ModelError as error:
-            _stop(str(error))
-
-    rows: list[Row] = []
-    for name in dict.fromkeys(dtype or (Dtype.float32, Dtype.bfloat16)):
-        _say(f"Running the model in {name} and comparing")
-        rows += track(
-            model_parity.compare_model(model, tokens, name),
-            name,
-            total=len(model_parity.sites(model.config)),
-            console=progress,
-            transient=True,
-            disable=not progress.is_terminal,
-        )
-
-    setting = model_parity.setting(model, gguf, prompt, tokens)
-    model_report.print_report(setting, rows, Console())
-    if json_file is not None:
-        try:
-            model_report.write_json(setting, rows, json_file)
-        except OSError as error:
-            _stop(f"parity: --json must be writable; got {error}")
-    raise typer.Exit(0 if all(row.judgement.ok for row in rows) else 1)
-
-
-def _say(line: str) -> None:
-    typer.echo(line, err=True)
-
-
-def _stop(line: str) -> NoReturn:
-    typer.echo(f"error: {line}", err=True)
-    raise typer.Exit(2)
+for command in (inspect, generate, convert, parity):
+    app.command()(command)
 
 
 if __name__ == "__main__":

@@ -16,16 +16,20 @@ What the modules share:
   are refused by Flax (`flax.errors.ScopeParamShapeError`).
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jax.nn import initializers
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from jaxblock import ops
+from jaxblock.block import row_attention, row_block
+from jaxblock.config import DecoderConfig
+from jaxblock.config.decoder_config import Shapes
+from jaxblock.decoder import forward
 from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
 from jaxblock.ops.initializers import (
@@ -33,8 +37,12 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
+from jaxblock.parameters import init_leaves, layer_shapes
 
 __all__ = [
+    "Attention",
+    "Decoder",
+    "DecoderBlock",
     "RMSNorm",
     "SwiGLU",
     "TiedEmbedding",
@@ -146,3 +154,107 @@ class TiedEmbedding(nn.Module):
         """Logits of x [*B D]: float32 [*B V], float64 if computed in float64."""
         x = checks.activations("TiedEmbedding.unembed", x, self.dtype)
         return ops.unembed(x, self.embedding, softcap=self.softcap, num_valid=self.num_valid)
+
+
+class Attention(nn.Module):
+    """y = attend(rotate(norm(x · q + q_bias)), rotate(norm(x · k + k_bias)), x · v + v_bias) · o
+
+    Attributes:
+      config: the decoder that this is a part of: sizes, biases, norms, scale and cap.
+      kind: index into `config.layer_kinds`: window and rotary table.
+
+    The parameters are those of `layers/attention`, for one layer. Called with x [B T D] and, where
+    they are needed, `positions` and `mask` [B T] as in `jaxblock.forward`; returns [B T D].
+    """
+
+    config: DecoderConfig
+    kind: int = 0
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Let the tokens of x [B T D] attend to those before them in their rows."""
+        x = checks.activations("Attention", x, self.dtype)
+        params = _params(self, layer_shapes(self.config)["attention"])
+        kind = self.config.layer_kinds[self.kind]
+        return row_attention(params, x, self.config, kind, positions=positions, mask=mask)
+
+
+class DecoderBlock(nn.Module):
+    """x = x + attention branch;  x = x + feed-forward branch
+
+    Attributes:
+      config: the decoder that this is a layer of.
+      kind: index into `config.layer_kinds`: window and rotary table.
+
+    The parameters are those of `layers`, for one layer. Called with x [B T D] and, where they are
+    needed, `positions` and `mask` [B T] as in `jaxblock.forward`; returns [B T D].
+    """
+
+    config: DecoderConfig
+    kind: int = 0
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Send the residual stream x [B T D] through the layer."""
+        x = checks.activations("DecoderBlock", x, self.dtype)
+        params = _params(self, layer_shapes(self.config))
+        kind = self.config.layer_kinds[self.kind]
+        return row_block(params, x, self.config, kind, positions=positions, mask=mask)
+
+
+class Decoder(nn.Module):
+    """logits = unembed(final_norm(blocks(embed(tokens))))
+
+    Attributes:
+      config: the decoder.
+
+    The parameters are the whole tree, layers stacked: what `jaxblock.load_checkpoint` returns is
+    applied by `decoder.apply({"params": checkpoint.params}, tokens)`. Called as `jaxblock.forward`.
+    """
+
+    config: DecoderConfig
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Integer[Array, "B T"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of tokens [B T]."""
+        params = _params(self, self.config.parameter_shapes())
+        return forward(
+            params, tokens, self.config, positions=positions, mask=mask, dtype=self.dtype
+        )
+
+
+def _params(module: Attention | DecoderBlock | Decoder, shapes: Shapes) -> dict[str, Any]:
+    """The module's parameters, created by its first call: a leaf or a dict of them by each name."""
+    dtype = module.param_dtype
+
+    def create(key, name):
+        made = init_leaves(
+            type(module).__name__, module.config, {name: shapes[name]}, key, dtype=dtype
+        )
+        return made[name]
+
+    return {name: module.param(name, create, name) for name in shapes}

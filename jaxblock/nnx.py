@@ -25,9 +25,12 @@ from flax import nnx
 from jax.nn import initializers
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer
 
 from jaxblock import ops
+from jaxblock.block import row_attention, row_block
+from jaxblock.config import DecoderConfig
+from jaxblock.decoder import forward
 from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
 from jaxblock.ops.initializers import (
@@ -35,8 +38,13 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
+from jaxblock.parameters import init_leaves, init_params, layer_shapes
 
 __all__ = [
+    "Attention",
+    "Branch",
+    "Decoder",
+    "DecoderBlock",
     "RMSNorm",
     "SwiGLU",
     "TiedEmbedding",
@@ -197,4 +205,138 @@ class TiedEmbedding(nnx.Module):
             self.embedding[...],
             softcap=self.softcap,
             num_valid=self.num_valid,
+        )
+
+
+class Branch(nnx.Module):
+    """A part of the parameter tree: a `nnx.Param` for each leaf, a `Branch` for each dict."""
+
+    def __init__(self, params: Mapping[str, Any]):
+        for name, value in params.items():
+            setattr(self, name, Branch(value) if isinstance(value, Mapping) else nnx.Param(value))
+
+    def params(self) -> dict[str, Any]:
+        """The part of the tree that this holds, as nested dicts of arrays."""
+        return nnx.to_pure_dict(nnx.state(self, nnx.Param))
+
+
+class Attention(Branch):
+    """y = attend(rotate(norm(x · q + q_bias)), rotate(norm(x · k + k_bias)), x · v + v_bias) · o
+
+    Args:
+      config: the decoder that this is a part of: sizes, biases, norms, scale and cap.
+      kind: index into `config.layer_kinds`: window and rotary table.
+
+    The parameters are those of `layers/attention`, for one layer. Called with x [B T D] and, where
+    they are needed, `positions` and `mask` [B T] as in `jaxblock.forward`; returns [B T D].
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        kind: int = 0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shapes = layer_shapes(config)["attention"]
+        super().__init__(init_leaves("Attention", config, shapes, rngs.params(), dtype=param_dtype))
+        self.config = config
+        self.kind = kind
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Let the tokens of x [B T D] attend to those before them in their rows."""
+        x = checks.activations("Attention", x, self.dtype)
+        kind = self.config.layer_kinds[self.kind]
+        return row_attention(self.params(), x, self.config, kind, positions=positions, mask=mask)
+
+
+class DecoderBlock(Branch):
+    """x = x + attention branch;  x = x + feed-forward branch
+
+    Args:
+      config: the decoder that this is a layer of.
+      kind: index into `config.layer_kinds`: window and rotary table.
+
+    The parameters are those of `layers`, for one layer. Called with x [B T D] and, where they are
+    needed, `positions` and `mask` [B T] as in `jaxblock.forward`; returns [B T D].
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        kind: int = 0,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        shapes = layer_shapes(config)
+        super().__init__(
+            init_leaves("DecoderBlock", config, shapes, rngs.params(), dtype=param_dtype)
+        )
+        self.config = config
+        self.kind = kind
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Send the residual stream x [B T D] through the layer."""
+        x = checks.activations("DecoderBlock", x, self.dtype)
+        kind = self.config.layer_kinds[self.kind]
+        return row_block(self.params(), x, self.config, kind, positions=positions, mask=mask)
+
+
+class Decoder(Branch):
+    """logits = unembed(final_norm(blocks(embed(tokens))))
+
+    Args:
+      config: the decoder.
+
+    The parameters are the whole tree, layers stacked: what `jaxblock.load_checkpoint` returns goes
+    in by `nnx.update(decoder, checkpoint.params)`, and `decoder.params()` goes into
+    `jaxblock.prefill`, `decode_step` and `generate`. Called as `jaxblock.forward`, with the module
+    in place of params and config.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(init_params(config, rngs.params(), dtype=param_dtype))
+        self.config = config
+        self.dtype = dtype
+
+    def __call__(
+        self,
+        tokens: Integer[Array, "B T"],
+        *,
+        positions: Integer[Array, "B T"] | None = None,
+        mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T V"]:
+        """Logits of tokens [B T]."""
+        return forward(
+            self.params(),
+            tokens,
+            self.config,
+            positions=positions,
+            mask=mask,
+            dtype=self.dtype,
         )

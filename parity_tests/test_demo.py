@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 import jaxblock
 from jaxblock import cli, model_parity, smollm2
+from jaxblock.commands import parity
 from jaxblock.model_parity import Functions, ModelError
 
 pytestmark = pytest.mark.torch
@@ -397,7 +398,7 @@ def test_arguments_that_cannot_work_are_refused_at_once(tmp_path, monkeypatch):
     assert result.exit_code == 2 and "--json must name a file" in result.stderr
     assert run("--json", str(tmp_path)).exit_code == 2
     assert run("--dtype", "int8").exit_code == 2
-    monkeypatch.setattr(cli, "PARITY_EXTRA", ("torch", "no_module_of_this_name"))
+    monkeypatch.setattr(parity, "PARITY_EXTRA", ("torch", "no_module_of_this_name"))
     result = run()
     assert result.exit_code == 2
     assert "got missing=no_module_of_this_name" in result.stderr

@@ -13,6 +13,7 @@ from typing import Any
 from jaxblock.config.families import Family
 from jaxblock.config.groups import LayerType, RopeScaling, RotaryConfig
 from jaxblock.config.reader import REQUIRED, Reader, flag, mapping, number, one_of, size
+from jaxblock.ops.rotary import SCALING_CONSTANTS
 
 FULL: LayerType = "full_attention"
 SLIDING: LayerType = "sliding_attention"
@@ -30,27 +31,6 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
     "mscale": _positive,
     "mscale_all_dim": _positive,
     "truncate": flag,
-}
-_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_OPTIONAL = {
-    "yarn": (
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    )
 }
 
 
@@ -169,14 +149,14 @@ def read_scaling(
     rope_type = given.pop() if given else "default"
 
     constants: dict[str, Any] = {}
-    for key in _REQUIRED[rope_type]:
+    for key in SCALING_CONSTANTS[rope_type].required:
         outside = length if key == "original_max_position_embeddings" else None
         default = REQUIRED if outside is None else outside
         constants[key] = reader.take(key, _CONSTANTS[key], default=default)
         if outside is not None and reader.good(key):
             must = f"{key} must be the one outside, {outside}"
             reader.require(constants[key] == outside, must, {key: constants[key]})
-    for key in _OPTIONAL.get(rope_type, ()):
+    for key in SCALING_CONSTANTS[rope_type].optional:
         value = reader.take(key, _CONSTANTS[key], default=None, null=None)
         if value is not None:
             constants[key] = value

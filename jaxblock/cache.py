@@ -1,0 +1,105 @@
+"""The key/value cache: what decoding keeps of the tokens before.
+
+A token's slot is its index among the real tokens of its row, so rows of different lengths, padded
+left, right or in between, lie in the cache as if each were alone. Layers with a window keep the
+window only: a ring in which the token of index p has the slot p modulo the ring's size.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int32
+
+from jaxblock.config import DecoderConfig
+from jaxblock.ops import checks
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cache:
+    """Keys and values of the tokens so far; a pytree.
+
+    Attributes:
+      keys, values: for each of `config.layer_kinds` [L' B S K H], its layers in order. S is
+        `capacity`, or the window where that is shorter.
+      lengths: [B], the tokens so far of each row.
+      capacity: the most tokens that a row may have; static.
+    """
+
+    keys: tuple[Float[Array, "L B S K H"], ...]
+    values: tuple[Float[Array, "L B S K H"], ...]
+    lengths: Int32[Array, "B"]
+    capacity: int = field(metadata={"static": True})
+
+
+def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DTypeLike) -> Cache:
+    """cache = room for `length` tokens in each of `batch_size` rows
+
+    Args:
+      config: the decoder.
+      batch_size: B.
+      length: the most tokens of a row, prompt and new ones together.
+      dtype: of keys and values; that of the activations, which is that of the embedding.
+
+    Returns: an empty `Cache`: 2 L K H numbers a token, less for layers with a window.
+
+    Raises: ValueError or TypeError for a size below 1 or a dtype that is no float.
+    """
+    batch_size = checks.size("init_cache", "batch_size", batch_size)
+    length = checks.size("init_cache", "length", length)
+    checks.choice("init_cache", "dtype", jnp.dtype(dtype).name, checks.FLOAT_DTYPES)
+    K, H = config.attention.num_key_value_heads, config.attention.head_dim
+
+    def zeros() -> tuple[jax.Array, ...]:
+        return tuple(
+            jnp.zeros((config.layers.count(index), batch_size, slots, K, H), dtype)
+            for index, slots in enumerate(cache_slots(config, length))
+        )
+
+    return Cache(zeros(), zeros(), jnp.zeros(batch_size, jnp.int32), length)
+
+
+def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
+    """S of each layer kind: the slots of a row in one of its layers."""
+    return tuple(min(length, kind.window or length) for kind in config.layer_kinds)
+
+
+def write(
+    stack: Float[Array, "L B S K H"],
+    layer: int | Int32[Array, ""],
+    new: Float[Array, "B T K H"],
+    slots: Int32[Array, "B T"],
+) -> Float[Array, "L B S K H"]:
+    """The stack with `new` in these slots of this layer; slots of S or more are left out.
+
+    In place where the stack is not needed any more: in a loop, or donated.
+    """
+    rows = jnp.arange(new.shape[0])[:, None]
+    return stack.at[layer, rows, slots].set(new.astype(stack.dtype), mode="drop")
+
+
+def slots_of(
+    order: Int32[Array, "B T"], real: Bool[Array, "B T"], lengths: Int32[Array, "B"], cache: Cache,
+    kind: int,
+) -> Int32[Array, "B T"]:  # fmt: skip
+    """The slot of each token in layers of one kind; S, which `write` leaves out, for none.
+
+    Args:
+      order: indices of the tokens among the real ones of their rows.
+      real: false for padding.
+      lengths: the tokens of each row after these.
+      cache: the cache.
+      kind: index of the layer kind.
+    """
+    size = cache.keys[kind].shape[2]
+    # Of tokens that would share a slot of the ring only the last is kept.
+    kept = real & (order < cache.capacity) & (order >= lengths[:, None] - size)
+    return jnp.where(kept, order % size, size)
+
+
+def held(lengths: Int32[Array, "B"], size: int) -> Int32[Array, "B S"]:
+    """The index of the token that each slot holds; negative for an empty slot."""
+    last = lengths[:, None] - 1
+    return last - (last - jnp.arange(size)[None, :]) % size

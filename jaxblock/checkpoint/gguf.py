@@ -1,0 +1,131 @@
+"""GGUF files of the llama family: their metadata as a configuration, their tensors by name.
+
+llama.cpp's converter puts the two halves of a head's rotary pairs next to each other, as Meta does;
+the rules of `layout` undo that. Source: ggml-org/ggml, docs/gguf.md; ggml-org/llama.cpp,
+conversion of LlamaForCausalLM and src/llama-arch.cpp.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxblock.checkpoint.findings import checkpoint_error
+from jaxblock.checkpoint.gguf_file import GGUFFile, open_gguf
+from jaxblock.checkpoint.layout import GGUF
+from jaxblock.checkpoint.source import Source
+from jaxblock.config import ConfigError, DecoderConfig, RopeScaling
+from jaxblock.config.reader import Reader, number, one_of, size, token
+from jaxblock.ops.rotary import rotary_frequencies
+
+# The factors by which the frequencies of Llama 3.1 and later are divided, in place of constants.
+_FACTORS = "rope_freqs.weight"
+# Keys of the architecture that leave the computation as it is.
+_WITHOUT_EFFECT = ("context_length", "tensor_data_layout", "rope.scaling.finetuned")
+
+
+def gguf_source(path: Path) -> Source:
+    """The tensors of a GGUF file and the configuration that its metadata describe.
+
+    Raises: CheckpointError, with all findings.
+    """
+    file = open_gguf(path)
+    tensors = dict(file.tensors)
+    findings: list[str] = []
+    dropped: list[str] = []
+    entries = _entries(file, findings)
+    if _FACTORS in tensors and not findings:
+        scaling = _llama3(tensors.pop(_FACTORS).read(), entries)
+        if scaling is None:
+            must = f"{_FACTORS} must be the factors of a llama3 scaling"
+            findings.append(f"{must}; got others in {path}")
+        else:
+            entries["rope_scaling"] = scaling
+            dropped.append(f"{_FACTORS}, the llama3 scaling of the configuration")
+    config = None
+    if not findings:
+        try:
+            config = DecoderConfig.from_hf(entries)
+        except ConfigError as error:
+            findings += [f"metadata as a config.json: {finding}" for finding in error.findings]
+    if config is None:
+        raise checkpoint_error("load_checkpoint", findings)
+    return Source(
+        format="llama, a GGUF file",
+        config=config,
+        # The format's own way to say that the table is tied.
+        tie=True if GGUF.head not in tensors else None,
+        naming=GGUF,
+        tensors=tensors,
+        dropped=dropped,
+        notes=["rotary pairs: neighbouring channels in the file, halves of a head in the tree"],
+    )
+
+
+def _entries(file: GGUFFile, findings: list[str]) -> dict[str, Any]:
+    """The metadata in the words of a `config.json`."""
+    whole = Reader(file.metadata, findings)
+    architecture = whole.take("general.architecture", one_of({"llama": "llama"}))
+    if findings:
+        return {}
+    prefix = f"{architecture}."
+    own = {
+        key.removeprefix(prefix): value
+        for key, value in file.metadata.items()
+        if key.startswith(prefix)
+    }
+    reader = Reader(own, findings, prefix=prefix)
+    heads = reader.take("attention.head_count", size)
+    hidden_size = reader.take("embedding_length", size)
+    head_dim = hidden_size // heads if reader.good("attention.head_count", "embedding_length") else 0
+    table = file.tensors.get(GGUF.table)
+    rows = table.shape[0] if table is not None and table.shape else 1
+    entries = {
+        "model_type": "llama",
+        "vocab_size": reader.take("vocab_size", size, default=rows),
+        "hidden_size": hidden_size,
+        "intermediate_size": reader.take("feed_forward_length", size),
+        "num_hidden_layers": reader.take("block_count", size),
+        "num_attention_heads": heads,
+        "num_key_value_heads": reader.take("attention.head_count_kv", size, default=heads),
+        "head_dim": reader.take("attention.key_length", size, default=head_dim),
+        "rms_norm_eps": reader.take("attention.layer_norm_rms_epsilon", number()),
+        "rope_theta": reader.take("rope.freq_base", number(1.0), default=10000.0),
+        "max_position_embeddings": reader.take("context_length", size, default=None),
+    }
+    head_dim = entries["head_dim"]
+    for key in ("attention.value_length", "rope.dimension_count"):
+        reader.neutral(key, (head_dim,), "it is the size of a head")
+    for key in ("expert_count", "expert_used_count"):
+        reader.neutral(key, (0,), "experts are not read from GGUF")
+    kinds: dict[str, str] = {"none": "default", "linear": "linear"}
+    scaling = reader.take("rope.scaling.type", one_of(kinds), default="default")
+    factor = reader.take("rope.scaling.factor", number(1.0, strict=False), default=None)
+    if scaling == "linear":
+        entries["rope_scaling"] = {"rope_type": "linear", "factor": factor}
+    reader.finish(_WITHOUT_EFFECT)
+    for key in ("bos", "eos"):
+        id = whole.take(f"tokenizer.ggml.{key}_token_id", token, default=None)
+        entries[f"{key}_token_id"] = id
+    id = whole.take("tokenizer.ggml.padding_token_id", token, default=None)
+    return {key: value for key, value in {**entries, "pad_token_id": id}.items() if value is not None}
+
+
+def _llama3(factors: np.ndarray, entries: dict[str, Any]) -> RopeScaling | None:
+    """The scaling whose frequencies are the plain ones divided by `factors`, if there is one.
+
+    All published files share three of its constants; the fourth is the largest factor.
+    """
+    head_dim, theta = entries["head_dim"], entries["rope_theta"]
+    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.max() < 1:
+        return None
+    scaling = RopeScaling(
+        rope_type="llama3",
+        factor=float(factors.max()),
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    plain = np.asarray(rotary_frequencies(head_dim, theta=theta))
+    scaled = np.asarray(rotary_frequencies(head_dim, theta=theta, scaling=scaling))
+    return scaling if np.allclose(plain / factors, scaled, rtol=1e-5, atol=0.0) else None

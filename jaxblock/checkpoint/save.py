@@ -1,0 +1,191 @@
+"""A folder that the transformers library loads, from the tree of parameters."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxblock.checkpoint.atomic import replace_folder
+from jaxblock.checkpoint.findings import checkpoint_error
+from jaxblock.checkpoint.folder import INDEX, SINGLE
+from jaxblock.checkpoint.layout import (
+    Placement,
+    flatten,
+    hugging_face,
+    leaf_shapes,
+    placements,
+    uncovered,
+)
+from jaxblock.checkpoint.safetensors_file import write_safetensors
+from jaxblock.config import ConfigError, DecoderConfig
+
+FUNCTION = "save_checkpoint"
+
+_DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
+
+# What belongs to a tokenizer in a folder of transformers.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
+
+# Decimal and binary units, as in huggingface_hub.
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+Progress = Callable[[int, int], None]
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    max_shard_size: int | str = "5GB",
+    tokenizer_from: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> None:
+    """the tensor of that name = params[leaf][layer], turned from [in, out] to [out, in]
+
+    A tied table is written once. Rows of the tables from `config.num_valid` on are left out.
+
+    Args:
+      folder: written anew, in one step: a crash leaves the old one or the new one.
+      config: of the model.
+      params: nested dicts as `config.parameter_shapes()` says, with arrays of JAX or NumPy.
+      max_shard_size: bytes, or a number with a unit ("5GB", "200MiB"). A larger model is cut into
+        several files with an index; a larger tensor has a file of its own.
+      tokenizer_from: a folder whose tokenizer files are copied; `folder` itself is allowed.
+      progress: is called with the bytes written so far and all bytes to be written.
+
+    Raises: CheckpointError, with all findings, for a tree that does not fit the configuration, a
+      leaf that is no array, and dtypes that are not float32, float16 or bfloat16. FileExistsError
+      if what `folder` leads to is no checkpoint. ValueError for a `max_shard_size` that is no size.
+
+    Precision: exact: every array is written in its own dtype.
+
+    Source: transformers 5.24.0, PreTrainedModel.save_pretrained; the units and the cut into shards,
+      huggingface_hub, serialization/_base.py.
+    """
+    limit = _num_bytes(max_shard_size)
+    config, leaves = _checked(config, params)
+    entries = _config_entries(config, leaves)
+    tensors = {
+        placement.name: (leaves[placement.parts[0].leaf].dtype, placement)
+        for placement in placements(config, hugging_face(config.model_type))
+    }
+    shards = _shards(tensors, limit)
+    total = sum(_size(*tensors[name]) for name in tensors)
+    done = 0
+
+    def values(placement: Placement) -> np.ndarray:
+        nonlocal done
+        result = _stored(placement, leaves)
+        done += result.nbytes
+        if progress is not None:
+            progress(done, total)
+        return result
+
+    with replace_folder(folder) as new:
+        for file, names in shards.items():
+            content = {
+                name: (dtype, placement.shape, partial(values, placement))
+                for name, (dtype, placement) in ((name, tensors[name]) for name in names)
+            }
+            write_safetensors(new / file, content, {"format": "pt"})
+        if len(shards) > 1:
+            weight_map = {name: file for file, names in shards.items() for name in names}
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            _write_json(new / INDEX, index)
+        _write_json(new / "config.json", entries)
+        if tokenizer_from is not None:
+            _copy_tokenizer(Path(tokenizer_from), new)
+
+
+def _checked(
+    config: DecoderConfig, params: Mapping[str, Any]
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The leaves that are written, by path, and the configuration that says so."""
+    if not isinstance(params, Mapping):
+        raise TypeError(f"{FUNCTION}: params must be nested dicts; got {type(params).__name__}")
+    shapes = leaf_shapes(config)
+    leaves = dict(flatten(params))
+    findings = [f"params must have {leaf}; it is missing" for leaf in shapes if leaf not in leaves]
+    for leaf, value in leaves.items():
+        if not isinstance(value, jax.Array | np.ndarray):
+            findings.append(f"{leaf} must be an array; got {type(value).__name__}")
+        elif leaf not in shapes:
+            findings.append(f"{leaf} must be a leaf of this configuration; got one too many")
+        elif value.shape != shapes[leaf]:
+            must = f"{leaf} must have the shape {list(shapes[leaf])}"
+            findings.append(f"{must}; got {list(value.shape)}")
+        elif value.dtype not in _DTYPES:
+            kinds = ", ".join(map(str, _DTYPES))
+            findings.append(f"{leaf} must be of one of the dtypes {kinds}; got {value.dtype}")
+        elif isinstance(value, jax.core.Tracer):
+            findings.append(f"{leaf} must be known; got one that is traced, inside jit")
+    if not findings:
+        config, leaves = _without_padding(config, leaves)
+        placed = placements(config, hugging_face(config.model_type))
+        for leaf in uncovered(config, placed):
+            must = f"{leaf} must have a name in files"
+            findings.append(f"{must}; got none in the family {config.model_type}")
+        for placement in placed:
+            kinds = {part.leaf: str(leaves[part.leaf].dtype) for part in placement.parts}
+            if len(set(kinds.values())) > 1:
+                must = f"the leaves in {placement.name} must have one dtype"
+                findings.append(f"{must}; got {kinds}")
+    if findings:
+        raise checkpoint_error(FUNCTION, findings)
+    return config, leaves
+
+
+def _without_padding(
+    config: DecoderConfig, leaves: dict[str, Any]
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    rows = config.num_valid
+    if rows is None:
+        return config, leaves
+    tables = {name: leaves[name][:rows] for name in ("embedding", "unembedding") if name in leaves}
+    return dataclasses.replace(config, vocab_size=rows, num_valid=None), {**leaves, **tables}
+
+
+def _config_entries(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        entries = config.to_hf()
+    except ConfigError as error:
+        raise checkpoint_error(FUNCTION, error.findings) from error
+    # transformers casts all parameters to this; float32 holds every other one exactly.
+    kinds = {str(leaf.dtype) for leaf in leaves.values()}
+    return {**entries, "dtype": kinds.pop() if len(kinds) == 1 else "float32"}
+
+
+def _stored(placement: Placement, leaves: Mapping[str, Any]) -> np.ndarray:
+    """One tensor as the file has it."""
+    first = leaves[placement.parts[0].leaf]
+    result = np.empty(placement.shape, first.dtype)
+    for part in placement.parts:
+        rows = result[part.rows]
+        values = part.view(_slice(leaves[part.leaf], part.index))
+        copy(rows.reshape(values.shape), values)
+    return result
+
+

@@ -1,0 +1,5 @@
+"""`jaxblock convert`"""
+
+
+def convert() -> None:
+    """Coming."""

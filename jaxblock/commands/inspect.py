@@ -1,0 +1,5 @@
+"""`jaxblock inspect`"""
+
+
+def inspect() -> None:
+    """Coming."""

@@ -1,0 +1,249 @@
+"""Mixture of experts: routing and the gated feed-forward of the chosen experts."""
+
+from functools import partial, reduce
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Integer
+
+from jaxblock.ops import checks
+from jaxblock.ops.precision import arithmetic_dtype, matmul
+
+GATE_UP_PRODUCT = "moe_gate_up_product"
+
+
+def route_top_k(
+    router_logits: Float[Array, "*B E"], *, num_active: int, renormalize: bool
+) -> tuple[Float[Array, "*B A"], Integer[Array, "*B A"]]:
+    """weights, experts = the A = num_active largest of softmax(router_logits over E)
+
+    Args:
+      router_logits: one number for each expert, in nats.
+      num_active: A, at least 1 and at most E. No default: models differ.
+      renormalize: whether the weights are divided by their sum (Mixtral; `norm_topk_prob` of
+        Qwen3-MoE). No default either.
+
+    Returns: weights, float32 (float64 for float64 logits), and the indices of their experts, int32,
+      the largest first. Of equal logits the lower index wins.
+
+    Raises: ValueError or TypeError for a num_active outside [1, E], logits without an axis or of
+      integers.
+
+    Precision: softmax and division in float32 (float64 for float64). The choice is made among the
+      logits: two whose probabilities underflow or round alike keep their order.
+
+    Differs from torch: torch.topk leaves the order of equal numbers open.
+
+    Source: Jiang et al., Mixtral of Experts, 2024, section 2.1; huggingface/transformers
+      models/mixtral/modeling_mixtral.py and models/qwen3_moe/modeling_qwen3_moe.py.
+    """
+    function = "route_top_k"
+    (router_logits,) = checks.floating(function, router_logits=router_logits)
+    checks.require(
+        router_logits.ndim >= 1,
+        function,
+        "router_logits must have at least one axis",
+        router_logits=router_logits,
+    )
+    num_active = _check_num_active(function, num_active, router_logits.shape[-1])
+    renormalize = checks.flag(function, "renormalize", renormalize)
+    return _route(router_logits, num_active=num_active, renormalize=renormalize)
+
+
+def moe_swiglu(
+    x: Float[Array, "*B D"],
+    router: Float[Array, "D E"],
+    gate_up: Float[Array, "E D 2 F"],
+    down: Float[Array, "E F D"],
+    *,
+    num_active: int,
+    renormalize: bool,
+) -> Float[Array, "*B D"]:
+    """y = sum over the chosen e of weight_e * swiglu(x, gate_up[e], down[e])
+
+    Weights and choice: `route_top_k` of x · router.
+
+    Args:
+      x: activations.
+      router: the projection to one logit for each expert.
+      gate_up: as in `swiglu`, one for each expert.
+      down: the projections back.
+      num_active: experts a token goes to, at least 1 and at most E.
+      renormalize: whether their weights are divided by their sum.
+
+    Returns: the shape and dtype of x. There is no capacity: every token gets all its experts, also
+      if all want the same.
+
+    Raises: ValueError or TypeError for shapes that do not fit, an empty axis, integer inputs, a
+      num_active outside [1, E].
+
+    Precision: products with 16-bit operands accumulate in float32, in the gradients too. Router
+      logits, weights, silu, products of elements and the sum over experts are float32; rounded to
+      16 bits are the gate/up product, the hidden values times their weight, and y, once each.
+      The backward pass keeps x, the routing and the gate/up product. A row of NaN reaches no other
+      row. Under `vmap` over x alone every example gets a copy of the experts: leading axes are
+      cheaper. Derivatives of float32 and float64 are JAX's own for `lax.ragged_dot`: forward and
+      reverse mode and one over the other, but not reverse over reverse.
+
+    Differs from torch: transformers rounds router logits and each expert's result to 16 bits, for
+      Qwen3-MoE the weights too, and adds up in 16 bits.
+
+    Source: Jiang et al., Mixtral of Experts, 2024, section 2.1; rows sorted by expert: Gale et al.,
+      MegaBlocks, 2022.
+    """
+    function = "moe_swiglu"
+    x, router, gate_up, down = checks.floating(
+        function, x=x, router=router, gate_up=gate_up, down=down
+    )
+    checks.require(x.ndim >= 1, function, "x must have at least one axis", x=x)
+    checks.require(
+        router.ndim == 2 and router.shape[0] == x.shape[-1],
+        function,
+        "router must have the shape [D E] with D the last axis of x",
+        hint="torch keeps kernels as [out, in]: turn them.",
+        x=x,
+        router=router,
+    )
+    hidden_size, num_experts = router.shape
+    checks.require(
+        gate_up.ndim == 4 and gate_up.shape[:3] == (num_experts, hidden_size, 2),
+        function,
+        "gate_up must have the shape [E D 2 F] with D and E those of router",
+        hint="Build it with pack_gate_up(gate, up).",
+        router=router,
+        gate_up=gate_up,
+    )
+    checks.require(
+        down.shape == (num_experts, gate_up.shape[3], hidden_size),
+        function,
+        "down must have the shape [E F D] with E, F and D those of gate_up",
+        hint="torch keeps kernels as [out, in]: turn them.",
+        gate_up=gate_up,
+        down=down,
+    )
+    num_active = _check_num_active(function, num_active, num_experts)
+    renormalize = checks.flag(function, "renormalize", renormalize)
+    return _compute_moe_swiglu(
+        x, router, gate_up, down, num_active=num_active, renormalize=renormalize
+    )
+
+
+def _check_num_active(function: str, num_active: int, num_experts: int) -> int:
+    num_active = checks.size(function, "num_active", num_active)
+    must = "num_active must not exceed E, the number of experts"
+    checks.require(num_active <= num_experts, function, must, num_active=num_active, E=num_experts)
+    return num_active
+
+
+# Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@partial(jax.jit, static_argnames=("num_active", "renormalize"), inline=True)
+def _route(
+    router_logits: jax.Array, *, num_active: int, renormalize: bool
+) -> tuple[jax.Array, jax.Array]:
+    logits = router_logits.astype(arithmetic_dtype(router_logits.dtype))
+    # top_k holds 0 for larger than -0.
+    _, experts = lax.top_k(lax.stop_gradient(jnp.where(logits == 0, 0, logits)), num_active)
+    weights = jnp.take_along_axis(jax.nn.softmax(logits, axis=-1), experts, axis=-1)
+    if renormalize:
+        weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return weights, experts
+
+
+@partial(jax.jit, static_argnames=("num_active", "renormalize"), inline=True)
+def _compute_moe_swiglu(
+    x: jax.Array,
+    router: jax.Array,
+    gate_up: jax.Array,
+    down: jax.Array,
+    *,
+    num_active: int,
+    renormalize: bool,
+) -> jax.Array:
+    wide = arithmetic_dtype(x.dtype)
+    num_experts, hidden_size, _, intermediate_size = gate_up.shape
+    tokens = x.reshape(-1, hidden_size)
+    logits = matmul(tokens, router, out_dtype=wide)
+    weights, experts = _route(logits, num_active=num_active, renormalize=renormalize)
+
+    # One row for each token and each of its experts [R], sorted by expert; equal ones keep their
+    # order, so that the sums of a weight gradient have one.
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    place_of_row = jnp.argsort(order)
+    group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
+
+    # The policy leaves the backward pass with x, the routing and the gate/up product; the rows and
+    # the elementwise values cost less to compute again than to store.
+    @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(GATE_UP_PRODUCT))
+    def run_experts(tokens, weights, gate_up, down):
+        # Wide, so that the gradients of a token's rows are summed before they are rounded.
+        copies = jnp.broadcast_to(
+            tokens.astype(wide)[:, None, :], (tokens.shape[0], num_active, hidden_size)
+        )
+        rows = _permute(copies.reshape(-1, hidden_size), order)
+        kernel = gate_up.reshape(num_experts, hidden_size, 2 * intermediate_size)
+        product = _grouped_matmul(rows, kernel, group_sizes, x.dtype).astype(x.dtype)
+        product = checkpoint_name(product, GATE_UP_PRODUCT).astype(wide)
+        gate, up = product[:, :intermediate_size], product[:, intermediate_size:]
+        # Weighted before the product, not after it: its gradient then needs no result of it.
+        row_weights = _permute(weights.reshape(-1, 1), order)
+        hidden = jax.nn.silu(gate) * up * row_weights
+        results = _permute(_grouped_matmul(hidden, down, group_sizes, x.dtype), place_of_row)
+        return jnp.sum(results.reshape(copies.shape), axis=1).astype(x.dtype)
+
+    return run_experts(tokens, weights, gate_up, down).reshape(x.shape)
+
+
+def _permute(rows: jax.Array, order: jax.Array) -> jax.Array:
+    return rows.at[order].get(mode="promise_in_bounds", unique_indices=True)
+
+
+def _grouped_matmul(
+    rows: jax.Array, weight: jax.Array, group_sizes: jax.Array, dtype: DTypeLike
+) -> jax.Array:
+    """y[r] = rows[r] · weight[expert of r], operands in `dtype`, unrounded; rows are sorted."""
+    if jnp.finfo(dtype).bits == 16:
+        return _grouped_matmul_16bit(rows, weight, group_sizes, jnp.dtype(dtype))
+    return _ragged_dot(rows, weight.astype(dtype), group_sizes, _FORWARD)
+
+
+# What is summed over is an axis of `rows` and of the other operand; `_WEIGHT` sums over the rows of
+# a group, for all groups at once.
+_FORWARD = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
+_ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
+_WEIGHT = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped_matmul_16bit(
+    rows: jax.Array, weight: jax.Array, group_sizes: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    return _ragged_dot(rows.astype(dtype), weight.astype(dtype), group_sizes, _FORWARD)
+
+
+def _grouped_matmul_16bit_forward(rows, weight, group_sizes, dtype):
+    return _grouped_matmul_16bit(rows, weight, group_sizes, dtype), (rows, weight, group_sizes)
+
+
+def _grouped_matmul_16bit_backward(dtype, saved, dy):
+    rows, weight, group_sizes = saved
+    dy = dy.astype(dtype)
+    drows = _ragged_dot(dy, weight.astype(dtype), group_sizes, _ROWS)
+    dweight = _ragged_dot(rows.astype(dtype), dy, group_sizes, _WEIGHT)
+    return drows.astype(rows.dtype), dweight.astype(weight.dtype), None
+
+
+_grouped_matmul_16bit.defvjp(_grouped_matmul_16bit_forward, _grouped_matmul_16bit_backward)
+
+
+def _ragged_dot(a, b, group_sizes, dimensions):
+    # Under vmap, `lax.ragged_dot_general` takes operands of which all are batched or none. Whatever
+    # is selected by a batched condition is batched; this one is always true and costs nothing.
+    operands = (a, b, group_sizes)
+    true = reduce(jnp.logical_or, [array.reshape(-1)[0] == 0 for array in operands], True)
+    a, b, group_sizes = (lax.select(true, array, array) for array in operands)
+    return lax.ragged_dot_general(
+        a, b, group_sizes, dimensions, preferred_element_type=arithmetic_dtype(a.dtype)
+    )

@@ -1,0 +1,560 @@
+"""cross_entropy, linear_cross_entropy and next_token_labels: totals, counts, and one shift."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import FLOAT16S, FLOATS, assert_derivatives, assert_same_bits, equations, random_arrays
+from jax.experimental import checkify
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxblock import cross_entropy, embed, linear_cross_entropy, next_token_labels, unembed
+from jaxblock.parity import assert_parity
+
+pytestmark = pytest.mark.usefixtures("shape_checks")
+
+EVERYTHING = dict(num_valid=11, label_smoothing=0.1, z_loss=0.01)
+# 2 x 5 rows of V = 13 columns, of which 11 are valid: ignored first, in the middle, not at the end.
+LABELS = np.array([[-100, 3, 0, 10, 5], [3, -100, 7, 1, 3]], np.int32)
+# Size of the logits, added to them.
+LOGITS = {"initial": (1.0, 0.0), "large": (30.0, 0.0), "very negative": (1.0, -10000.0)}
+
+
+def make_logits(name):
+    size, shift = LOGITS[name]
+    return random_arrays(0, (2, 5, 13))[0] * size + shift
+
+
+def make_weights():
+    weights = np.random.default_rng(2).uniform(0.5, 2.0, LABELS.shape)
+    weights[1, 3] = 0.0
+    return weights
+
+
+def make_projection():
+    """x [2 5 7] and a table [13 7]."""
+    return random_arrays(0, (2, 5, 7), (13, 7))
+
+
+def check_dense(jax_fn, torch_ref, dtype, logits="initial"):
+    """What the parity tests of cross_entropy and their planted faults call."""
+
+    def called(loss, logits, labels, weights):
+        return loss(logits, labels, weights=weights, **EVERYTHING)
+
+    return assert_parity(
+        partial(called, jax_fn),
+        partial(called, torch_ref.cross_entropy),
+        (make_logits(logits), LABELS, make_weights()),
+        dtypes=[dtype],
+        # Nothing is rounded to 16 bits on the way.
+        roundings=0,
+    )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("logits", "dtype"),
+    [("initial", dtype) for dtype in FLOATS] + [("large", "float32"), ("very negative", "float32")],
+)
+def test_cross_entropy_parity(logits, dtype, torch_ref):
+    check_dense(cross_entropy, torch_ref, dtype, logits)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_linear_cross_entropy_parity(dtype, torch_ref):
+    def called(loss, x, table, labels, weights):
+        return loss(x, table, labels, chunk_size=4, softcap=3.0, weights=weights, **EVERYTHING)
+
+    assert_parity(
+        partial(called, linear_cross_entropy),
+        partial(called, torch_ref.linear_cross_entropy),
+        (*make_projection(), LABELS, make_weights()),
+        dtypes=[dtype],
+        # The cotangents of the logits are the only values rounded on the way.
+        roundings=0,
+    )
+
+
+def mean_not_total(logits, labels, **options):
+    total, count = cross_entropy(logits, labels, **options)
+    return total / count, count
+
+
+def leaking(logits, labels, *, num_valid, **options):
+    return cross_entropy(logits, labels, num_valid=num_valid + 1, **options)
+
+
+def smoothed_over_padding(logits, labels, *, num_valid, label_smoothing, **options):
+    share = label_smoothing * num_valid / logits.shape[-1]
+    return cross_entropy(logits, labels, num_valid=num_valid, label_smoothing=share, **options)
+
+
+def without_z_loss(logits, labels, *, z_loss, **options):
+    return cross_entropy(logits, labels, **options)
+
+
+def unweighted(logits, labels, *, weights, **options):
+    return cross_entropy(logits, labels, **options)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "wrong", [mean_not_total, leaking, smoothed_over_padding, without_z_loss, unweighted]
+)
+def test_a_planted_fault_is_caught(wrong, torch_ref):
+    with pytest.raises(AssertionError, match="FAIL .*output"):
+        check_dense(wrong, torch_ref, "float32")
+
+
+@pytest.mark.torch
+def test_the_specification_is_torch_cross_entropy(torch_ref):
+    """Its mean is total / count; also with the weights that torch knows, one a class."""
+    import torch
+    import torch.nn.functional as F
+
+    logits, labels = torch.tensor(make_logits("large")), torch.tensor(LABELS).long()
+    class_weights = torch.linspace(0.5, 2.0, 13, dtype=torch.float64)
+    for smoothing in (0.0, 0.1):
+        mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=smoothing)
+        total, count = torch_ref.cross_entropy(logits, labels, label_smoothing=smoothing)
+        torch.testing.assert_close(total / count, mean, rtol=1e-14, atol=0)
+    mean = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), weight=class_weights)
+    weights = class_weights[labels.clamp(min=0)]
+    total, count = torch_ref.cross_entropy(logits, labels, weights=weights)
+    torch.testing.assert_close(total / count, mean, rtol=1e-14, atol=0)
+    with pytest.raises(IndexError):
+        torch_ref.cross_entropy(logits, labels, num_valid=10)
+
+
+# Scenarios ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "nats"), [(32000, 10.3734912), (151936, 11.9312147)])
+def test_bfloat16_zeros_give_the_logarithm_of_the_vocabulary(size, nats):
+    """B85: not 10.375 or 11.9375, the bfloat16 numbers."""
+    total, count = cross_entropy(jnp.zeros(size, jnp.bfloat16), jnp.array(7))
+    assert (total.dtype, count.dtype, count) == (jnp.float32, jnp.float32, 1)
+    np.testing.assert_allclose(total, nats, rtol=2**-23)
+
+
+def test_means_over_micro_batches():
+    """B90: losses 4 and 2, 2, 2: the mean is 2.5, not 3; and so for gradients."""
+    # log(1 + e^-z) for z = -log(e^4 - 1) is 4.
+    logits = jnp.array([[-np.log(np.expm1(loss)), 0.0] for loss in (4, 2, 2, 2)], jnp.float32)
+    labels = jnp.zeros(4, jnp.int32)
+    loss = jax.jit(jax.value_and_grad(cross_entropy, has_aux=True))
+    (total, count), gradient = loss(logits, labels)
+    np.testing.assert_allclose(total / count, 2.5, rtol=2**-22)
+    of_a, of_b = (loss(logits[rows], labels[rows]) for rows in (slice(1), slice(1, None)))
+    np.testing.assert_allclose(of_a[0][0] + of_b[0][0], total, rtol=2**-22)
+    assert of_a[0][1] + of_b[0][1] == count == 4
+    assert_same_bits(np.concatenate([of_a[1], of_b[1]]) / 4, np.asarray(gradient) / 4)
+
+
+def test_the_loss_does_not_shift():
+    """B92: logits that predict the next token for certain."""
+    tokens = jnp.array([[3, 1, 4, 1, 5]])
+    logits = 100.0 * jax.nn.one_hot(jnp.roll(tokens, -1, axis=1), 7)
+    labels = next_token_labels(tokens)
+    total, count = cross_entropy(logits, labels)
+    assert (total, count) == (0, 4)
+    assert cross_entropy(logits, next_token_labels(jnp.maximum(labels, 0)))[0] > 100
+
+
+def tied_losses(labels):
+    """The tied loss of x, table: dense, and in chunks that do not divide the tokens."""
+
+    def hidden(x, table):
+        return x + embed(jnp.maximum(labels, 0), table)
+
+    def dense(x, table, weights):
+        logits = unembed(hidden(x, table), table, softcap=3.0)
+        return cross_entropy(logits, labels, weights=weights, **EVERYTHING)
+
+    def linear(x, table, weights, chunk_size):
+        return linear_cross_entropy(
+            hidden(x, table),
+            table,
+            labels,
+            weights=weights,
+            chunk_size=chunk_size,
+            softcap=3.0,
+            **EVERYTHING,
+        )
+
+    return dense, linear
+
+
+def test_chunks_equal_the_dense_loss(x64):
+    """B94; here in float64, where nothing but the order of sums differs, and once in float32."""
+    dense, linear = tied_losses(jnp.asarray(LABELS))
+
+    def value_and_gradients(function):
+        def mean(*arguments):
+            total, count = function(*arguments)
+            return total / count
+
+        return jax.value_and_grad(mean, argnums=(0, 1, 2))
+
+    @jax.jit
+    def both(*arguments):
+        chunked = partial(linear, chunk_size=4)
+        return [value_and_gradients(function)(*arguments) for function in (dense, chunked)]
+
+    for dtype, of_value, of_gradients in (("float64", 1e-14, 1e-13), ("float32", 1e-6, 1e-5)):
+        arguments = [jnp.asarray(a, dtype) for a in (*make_projection(), make_weights())]
+        (value, gradients), (other_value, other_gradients) = both(*arguments)
+        np.testing.assert_allclose(other_value, value, rtol=of_value)
+        for other, gradient in zip(other_gradients, gradients, strict=True):
+            assert other.dtype == dtype
+            atol = of_gradients * np.abs(gradient).max()
+            np.testing.assert_allclose(other, gradient, rtol=0, atol=atol)
+
+
+def test_chunks_never_hold_all_logits():
+    """64 tokens, V = 50, in chunks of 8: nothing of 64 x 50, forward or backward."""
+    arguments = (
+        jax.ShapeDtypeStruct((4, 16, 3), jnp.float32),
+        jax.ShapeDtypeStruct((50, 3), jnp.float32),
+        jax.ShapeDtypeStruct((4, 16), jnp.int32),
+    )
+
+    def sizes(loss):
+        gradient = jax.grad(lambda *args: loss(*args)[0], argnums=(0, 1))
+        for e in equations(jax.make_jaxpr(gradient)(*arguments)):
+            yield from (variable.aval.size for variable in e.outvars)
+
+    # The control: the dense loss does.
+    assert max(sizes(lambda x, table, labels: cross_entropy(unembed(x, table), labels))) == 64 * 50
+    assert max(sizes(partial(linear_cross_entropy, chunk_size=8))) == 8 * 50
+
+
+@pytest.mark.parametrize("dtype", FLOAT16S)
+def test_the_gradient_of_a_table_is_summed_in_float32(dtype):
+    """1024 times a half in chunks of 4: a 16-bit sum (bfloat16) would stop at 256."""
+
+    def loss(table):
+        x, labels = jnp.ones((1028, 1), dtype), jnp.zeros(1028, jnp.int32)
+        return linear_cross_entropy(x, table, labels, chunk_size=4)[0]
+
+    gradient = jax.jit(jax.grad(loss))(jnp.zeros((2, 1), dtype))
+    assert_same_bits(gradient, np.array([[-514], [514]], dtype))
+
+
+def test_a_sharded_batch_stays_sharded():
+    """No device collects the tokens of the others, and the loss is that of one device."""
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices()[:4]), ("data",))
+    by_batch, whole = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in (("data",), ()))
+    x, table = (jnp.asarray(a, jnp.float32) for a in random_arrays(0, (8, 4, 16), (12, 16)))
+    labels = jnp.asarray(np.random.default_rng(0).integers(0, 12, (8, 4)))
+
+    @jax.jit
+    def loss(x, table, labels):
+        total, count = linear_cross_entropy(x, table, labels, chunk_size=8)
+        return total / count
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))
+    sharded = jax.device_put((x, table, labels), (by_batch, whole, by_batch))
+    assert "all-gather" not in step.lower(*sharded).compile().as_text()
+    for result, expected in zip(
+        jax.tree.leaves(step(*sharded)), jax.tree.leaves(step(x, table, labels)), strict=True
+    ):
+        # The same sums in another order.
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+# What is not counted -----------------------------------------------------------------------------
+
+
+def test_padding_and_ignored_rows_do_nothing():
+    """NaN or infinite, they change no bit of the loss, and their gradient is exactly 0."""
+    clean = jnp.asarray(make_logits("initial"), jnp.float32)
+    weights = jnp.asarray(make_weights(), jnp.float32)
+    uncounted = jnp.asarray(LABELS == -100) | (weights == 0)
+    assert uncounted.sum() == 3
+
+    @jax.jit
+    def value_and_gradients(logits, weights):
+        loss = partial(cross_entropy, labels=jnp.asarray(LABELS), **EVERYTHING)
+        return jax.value_and_grad(
+            lambda logits, weights: loss(logits, weights=weights), (0, 1), has_aux=True
+        )(logits, weights)
+
+    expected = value_and_gradients(clean, weights)
+    assert not np.asarray(expected[1][0])[np.asarray(uncounted)].any()
+    assert not np.asarray(expected[1][0])[..., 11:].any()
+    assert np.asarray(expected[1][0])[~np.asarray(uncounted)][:, :11].all()
+    for bad in (np.nan, np.inf, -np.inf):
+        logits = clean.at[..., 11:].set(bad)
+        logits = jnp.where(uncounted[..., None], bad, logits)
+        jax.tree.map(assert_same_bits, value_and_gradients(logits, weights), expected)
+
+
+def test_an_ignored_row_of_nan_does_not_reach_the_table():
+    x, table = (jnp.asarray(a, jnp.float32) for a in make_projection())
+
+    @jax.jit
+    def value_and_gradients(x):
+        return jax.value_and_grad(
+            lambda x, table: linear_cross_entropy(x, table, jnp.asarray(LABELS), chunk_size=4)[0],
+            (0, 1),
+        )(x, table)
+
+    expected = value_and_gradients(x)
+    bad = jnp.where(jnp.asarray(LABELS == -100)[..., None], jnp.nan, x)
+    jax.tree.map(assert_same_bits, value_and_gradients(bad), expected)
+    # All ignored: a total and a count of 0, and the caller's division shows.
+    total, count = linear_cross_entropy(x, table, jnp.full((2, 5), -100), chunk_size=4)
+    assert (total, count) == (0, 0)
+
+
+@pytest.mark.parametrize("ignore_index", [-1, 0, 250])
+def test_any_label_can_be_the_ignored_one(ignore_index):
+    logits = jnp.asarray(random_arrays(0, (3, 5))[0], jnp.float32)
+    labels = jnp.array([ignore_index, 3, ignore_index])
+    expected = cross_entropy(logits[1], jnp.array(3))
+    for function in (cross_entropy, jax.jit(cross_entropy, static_argnames="ignore_index")):
+        results = function(logits, labels, ignore_index=ignore_index)
+        np.testing.assert_allclose(results, expected, rtol=2**-22)
+    if ignore_index >= 0:
+        results = cross_entropy(logits, labels.astype(jnp.uint8), ignore_index=ignore_index)
+        np.testing.assert_allclose(results, expected, rtol=2**-22)
+
+
+# Labels out of range -----------------------------------------------------------------------------
+
+
+def losses_of_labels(num_valid=None):
+    """labels [3] -> total, count; dense and in chunks; V = 5."""
+    x, table = (jnp.asarray(a, jnp.float32) for a in random_arrays(0, (3, 2), (5, 2)))
+
+    def dense(labels, x=x):
+        return cross_entropy(unembed(x, table), labels, num_valid=num_valid)
+
+    def linear(labels, x=x):
+        return linear_cross_entropy(x, table, labels, chunk_size=2, num_valid=num_valid)
+
+    return {"dense": dense, "linear": linear}
+
+
+@pytest.mark.parametrize("way", ["dense", "linear"])
+@pytest.mark.parametrize(("label", "num_valid"), [(-1, None), (5, None), (4, 4), (-101, None)])
+def test_a_bad_label(way, label, num_valid):
+    loss = losses_of_labels(num_valid)[way]
+    labels = jnp.array([0, -100, label])
+    valid = num_valid or 5
+    allowed = rf"labels must lie in \[0, {valid}\) or be -100, which is ignored; got "
+    with pytest.raises(IndexError, match=rf"{allowed}labels={label}, position=\(2,\), V={valid}"):
+        loss(labels)
+    if label == -101:
+        return
+    total, count = jax.jit(loss)(labels)
+    assert np.isnan(total) and count == 2
+
+
+@pytest.mark.parametrize("way", ["dense", "linear"])
+def test_a_traced_bad_label_is_loud(way):
+    """NaN in the gradient of its row alone, and a report by checkify."""
+    loss = losses_of_labels()[way]
+    labels = jnp.array([0, -100, 5])
+    x = jnp.ones((3, 2))
+    gradient = jax.jit(jax.grad(lambda x, labels: loss(labels, x)[0]))(x, labels)
+    np.testing.assert_array_equal(np.isnan(gradient), [[False] * 2, [False] * 2, [True] * 2])
+    checked = checkify.checkify(jax.jit(loss))
+    checked(labels.at[2].set(4))[0].throw()
+    with pytest.raises(checkify.JaxRuntimeError, match="labels must lie in .* ignored; got 5"):
+        checked(labels)[0].throw()
+
+
+# Derivatives, dtypes, transformations ------------------------------------------------------------
+
+
+def test_derivatives_of_all_orders_and_modes(x64):
+    labels = jnp.array([2, -100, 0])
+    logits, weights = (jnp.asarray(a) for a in random_arrays(0, (3, 5), (3,)))
+    options = dict(num_valid=4, label_smoothing=0.2, z_loss=0.1)
+    assert_derivatives(
+        lambda logits, weights: cross_entropy(logits, labels, weights=weights, **options)[0],
+        logits,
+        weights,
+    )
+
+
+def test_chunks_have_no_forward_mode():
+    x, table = jnp.ones((3, 2)), jnp.ones((5, 2))
+    loss = partial(linear_cross_entropy, labels=jnp.zeros(3, jnp.int32), chunk_size=2)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(loss, (x, table), (x, table))
+
+
+def test_vmap_gives_the_loss_of_each_row():
+    logits = jnp.asarray(make_logits("initial"), jnp.float32)
+    x, table = (jnp.asarray(a, jnp.float32) for a in make_projection())
+    labels = jnp.asarray(LABELS)
+
+    @jax.jit
+    def each(logits, x, table, labels):
+        dense = jax.vmap(cross_entropy)(logits, labels)
+        linear = jax.vmap(partial(linear_cross_entropy, chunk_size=2), in_axes=(0, None, 0))
+        gradient = jax.grad(lambda table: linear(x, table, labels)[0].sum())(table)
+        whole = jax.grad(lambda table: linear_cross_entropy(x, table, labels, chunk_size=10)[0])
+        return dense, linear(x, table, labels), gradient, whole(table)
+
+    dense, linear, gradient, expected = each(logits, x, table, labels)
+    for row in range(2):
+        for (total, count), reference in (
+            (dense, cross_entropy(logits[row], labels[row])),
+            (linear, cross_entropy(unembed(x[row], table), labels[row])),
+        ):
+            np.testing.assert_allclose((total[row], count[row]), reference, rtol=2**-20)
+    np.testing.assert_allclose(gradient, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
+def test_dtypes_of_results_and_gradients(dtype, x64):
+    wide = "float64" if dtype == "float64" else "float32"
+    for table_dtype in ("bfloat16", "float64"):
+
+        def gradients(x, table, weights):
+            logits = unembed(x, table)
+            results, pull_back = jax.vjp(
+                lambda *args: cross_entropy(args[0], jnp.asarray(LABELS), weights=args[1]),
+                logits.astype(dtype),
+                weights,
+            )
+            linear, linear_pull_back = jax.vjp(
+                lambda *args: linear_cross_entropy(
+                    *args[:2], jnp.asarray(LABELS), chunk_size=4, weights=args[2]
+                ),
+                x,
+                table,
+                weights,
+            )
+            return results, linear, pull_back(results), linear_pull_back(linear)
+
+        results, linear, dense_gradients, linear_gradients = jax.eval_shape(
+            gradients,
+            jax.ShapeDtypeStruct((2, 5, 7), dtype),
+            jax.ShapeDtypeStruct((13, 7), table_dtype),
+            jax.ShapeDtypeStruct((2, 5), "float32"),
+        )
+        assert [r.dtype.name for r in (*results, *linear)] == [wide] * 4
+        assert [g.dtype.name for g in dense_gradients] == [dtype, "float32"]
+        assert [g.dtype.name for g in linear_gradients] == [dtype, table_dtype, "float32"]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_the_backward_pass_keeps_the_logits_and_numbers_a_row(dtype):
+    kept = jax.eval_shape(
+        lambda logits: jax.vjp(
+            lambda z: cross_entropy(z, jnp.asarray(LABELS), **EVERYTHING)[0], logits
+        )[1],
+        jax.ShapeDtypeStruct((2, 5, 13), dtype),
+    )
+    leaves = jax.tree.leaves(kept)
+    assert [leaf.dtype.name for leaf in leaves if leaf.ndim == 3] == [dtype]
+    assert all(leaf.size <= 10 for leaf in leaves if leaf.ndim < 3)
+
+
+# Labels ------------------------------------------------------------------------------------------
+
+
+def test_next_token_labels():
+    tokens = np.array([[5, 6, 7, 8], [9, 2**31 - 1, 0, 1]])
+    mask = np.array([[True, True, False, True], [False, True, True, True]])
+    assert_same_bits(
+        next_token_labels(jnp.asarray(tokens)),
+        np.array([[6, 7, 8, -100], [2**31 - 1, 0, 1, -100]], np.int32),
+    )
+    expected = np.array([[6, -1, -1, -1], [-1, 0, 1, -1]], np.int32)
+    labelled = jax.jit(partial(next_token_labels, ignore_index=-1))
+    assert_same_bits(labelled(tokens, mask=mask), expected)
+    assert_same_bits(next_token_labels(jnp.array([7], jnp.uint8)), np.array([-100], np.int32))
+    for row in range(2):
+        # A batch axis or none.
+        assert_same_bits(labelled(tokens[row], mask=mask[row]), expected[row])
+
+
+@pytest.mark.torch
+def test_next_token_labels_parity(torch_ref):
+    random = np.random.default_rng(0)
+    tokens, mask = random.integers(0, 9, (2, 3, 6), np.int32), random.random((2, 3, 6)) < 0.7
+    for inputs in (dict(tokens=tokens), dict(tokens=tokens, mask=mask)):
+        assert_parity(next_token_labels, torch_ref.next_token_labels, inputs)
+
+
+# Errors ------------------------------------------------------------------------------------------
+
+Z, Y, TABLE = jnp.ones((2, 5)), jnp.array([0, 1]), jnp.ones((7, 5))
+ERRORS = {
+    "no axis": (
+        lambda: cross_entropy(jnp.ones(()), Y),
+        r"cross_entropy: logits must have at least one axis; got logits=Array",
+    ),
+    "integer logits": (lambda: cross_entropy(Z.astype(jnp.int32), Y), "logits must have one of"),
+    "float labels": (
+        lambda: cross_entropy(Z, Y.astype(jnp.float32)),
+        "labels must have an integer dtype",
+    ),
+    "labels of another length": (
+        lambda: cross_entropy(Z, jnp.array([0])),
+        r"labels must have the shape of logits without its last axis; got labels=int32\[1\], "
+        r"logits=float32\[2,5\]",
+    ),
+    "weights of another length": (
+        lambda: cross_entropy(Z, Y, weights=jnp.ones(1)),
+        r"weights must have the shape of labels; got weights=float32\[1\]",
+    ),
+    "a mask as weights": (
+        lambda: cross_entropy(Z, Y, weights=Y == 0),
+        "weights must have one of the dtypes",
+    ),
+    "too many valid": (lambda: cross_entropy(Z, Y, num_valid=6), "num_valid must not exceed V"),
+    "smoothing": (
+        lambda: cross_entropy(Z, Y, label_smoothing=1.5),
+        "label_smoothing must be at most 1; got label_smoothing=1.5",
+    ),
+    "z_loss": (lambda: cross_entropy(Z, Y, z_loss=-1.0), "z_loss must be finite and at least 0"),
+    "ignore_index": (
+        lambda: cross_entropy(Z, Y, ignore_index=None),
+        "ignore_index must be an integer of 32 bits; got ignore_index=None",
+    ),
+    "table": (
+        lambda: linear_cross_entropy(Z, TABLE[:, :1], Y, chunk_size=2),
+        r"linear_cross_entropy: embedding must be \[V D\] with D the last axis of x",
+    ),
+    "chunk_size": (
+        lambda: linear_cross_entropy(Z, TABLE, Y, chunk_size=0),
+        "chunk_size must be at least 1; got chunk_size=0",
+    ),
+    "softcap": (
+        lambda: linear_cross_entropy(Z, TABLE, Y, chunk_size=2, softcap=0.0),
+        "softcap must be finite and above 0",
+    ),
+    "labels that do not fit x": (
+        lambda: linear_cross_entropy(Z, TABLE, Y[:1], chunk_size=2),
+        "linear_cross_entropy: labels must have the shape of x without its last axis",
+    ),
+    "integer mask": (lambda: next_token_labels(Y, mask=Y), "mask must have the dtype bool"),
+    "mask of another length": (
+        lambda: next_token_labels(Y, mask=Y[:1] == 0),
+        r"next_token_labels: mask must have the shape of tokens",
+    ),
+    "scalar token": (lambda: next_token_labels(Y[0]), "tokens must have at least one axis"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_say_what_must_hold(name, monkeypatch):
+    import jaxtyping
+
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
+    call, message = ERRORS[name]
+    with pytest.raises((ValueError, TypeError), match=message):
+        call()
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.jit(call)()
