@@ -1,6 +1,12 @@
 """The decoder block for JAX, with proof."""
 
 from jaxblock.cache import Cache, init_cache
+from jaxblock.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    load_checkpoint,
+    save_checkpoint,
+)
 from jaxblock.config import ConfigError, DecoderConfig
 from jaxblock.decoder import activations, decode_step, forward, prefill
 from jaxblock.generate import generate
@@ -31,11 +37,14 @@ from jaxblock.ops import (
 )
 from jaxblock.parameters import init_params
 from jaxblock.train import TrainState, init_train_state, next_token_loss, train_step
+from jaxblock.vocabulary import pad_vocabulary, resize_vocabulary, unpad_vocabulary
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Cache",
+    "Checkpoint",
+    "CheckpointError",
     "ConfigError",
     "DecoderConfig",
     "TrainState",
@@ -54,22 +63,27 @@ __all__ = [
     "init_train_state",
     "intermediate_size",
     "linear_cross_entropy",
+    "load_checkpoint",
     "moe_swiglu",
     "next_token_labels",
     "next_token_loss",
     "pack_gate_up",
+    "pad_vocabulary",
     "prefill",
     "resize_embedding",
+    "resize_vocabulary",
     "rms_norm",
     "rotary_cos_sin",
     "rotary_frequencies",
     "rotary_magnitude",
     "route_top_k",
     "sample",
+    "save_checkpoint",
     "swiglu",
     "top_k",
     "top_p",
     "train_step",
     "unembed",
     "unpack_gate_up",
+    "unpad_vocabulary",
 ]

@@ -110,13 +110,9 @@ def cache_bytes(config: DecoderConfig, *, batch: int, length: int, itemsize: int
     Returns: what the keys and values take up.
     """
     attention = config.attention
-    tokens = sum(_visible(config, kind, length) for kind in config.layers)
+    windows = [config.layer_kinds[kind].window for kind in config.layers]
+    tokens = sum(length if window is None else min(length, window) for window in windows)
     return 2 * batch * attention.num_key_value_heads * attention.head_dim * itemsize * tokens
-
-
-def _visible(config: DecoderConfig, kind: int, length: int) -> int:
-    window = config.layer_kinds[kind].window
-    return length if window is None else min(length, window)
 
 
 def _costs(
@@ -128,10 +124,14 @@ def _costs(
     N, K, H = attention.num_attention_heads, attention.num_key_value_heads, attention.head_dim
     kernels = D * H * (2 * N + 2 * K)  # q and o, k and v
     biases = (N + 2 * K) * H * attention.qkv_bias + D * attention.o_bias
-    pairs = sum(
-        visible_pairs(queries, past, config.layer_kinds[kind].window) for kind in config.layers
+    windows = [config.layer_kinds[kind].window for kind in config.layers]
+    pairs = sum(visible_pairs(queries, past, window) for window in windows)
+    # The first query reaches back furthest.
+    keys = sum(
+        past + queries if window is None else min(past + queries, window + queries - 1)
+        for window in windows
     )
-    cached = cache_bytes(config, batch=batch, length=past + queries, itemsize=b)
+    cached = 2 * batch * K * H * b * keys
     feed_forward = feed_forward_cost(config, tokens=tokens, itemsize=b)
     costs = [
         Cost("embedding lookup", 0, b * 2 * tokens * D),

@@ -69,8 +69,8 @@ def forward(
       (`config.num_valid`).
 
     Raises: ValueError or TypeError for a tree that is not this config's, naming the path, and for
-      arguments that do not fit; IndexError for a known id outside [0, V). A traced one makes NaN of
-      its own logits and of those of the tokens that see it, in its row alone.
+      arguments that do not fit; IndexError for a known id outside [0, V), or of a row of
+      padding. A traced one makes NaN of its row of the batch, and of no other.
 
     Precision: that of `rms_norm`, `attention`, `swiglu`, `moe_swiglu` and `unembed`; the residual
       stream is rounded to the dtype of the activations after every sum.
@@ -350,7 +350,8 @@ def check_tokens(
             if known
             else jnp.where(mask, array, jnp.zeros_like(array))
         )
-    return checks.ids(function, "tokens", tokens, config.vocab_size), mask
+    num_tokens = config.num_valid or config.vocab_size
+    return checks.ids(function, "tokens", tokens, num_tokens), mask
 
 
 def _check_cache(

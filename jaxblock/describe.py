@@ -6,7 +6,7 @@ from jaxblock.config import DecoderConfig, LayerKind, RotaryConfig
 def describe(config: DecoderConfig) -> dict[str, str]:
     """What the decoder is, part by part, in sentences for people."""
     lines = {
-        "family": f"{config.model_type}, {config.num_parameters():,} parameters",
+        "parameters": f"{config.num_parameters():,}",
         "layers": _layers(config),
         "embedding": _embedding(config),
         "attention": _attention(config),
@@ -22,7 +22,7 @@ def describe(config: DecoderConfig) -> dict[str, str]:
 
 
 def _layers(config: DecoderConfig) -> str:
-    words = f"L {config.num_hidden_layers}, hidden size D {config.hidden_size}"
+    words = f"{config.num_hidden_layers} of hidden size D = {config.hidden_size:,}"
     if config.max_position_embeddings is not None:
         words += f", made for {config.max_position_embeddings:,} tokens"
     spans = [_span(kind) for kind in config.layer_kinds]
@@ -50,7 +50,7 @@ def _runs(words: list[str]) -> list[str]:
 
 
 def _embedding(config: DecoderConfig) -> str:
-    words = f"V {config.vocab_size:,} rows"
+    words = f"V = {config.vocab_size:,} rows"
     if config.num_valid is not None:
         words += f", of which {config.num_valid:,} are tokens and the rest padding"
     words += ", tied: one table for lookup and logits"
@@ -66,10 +66,9 @@ def _embedding(config: DecoderConfig) -> str:
 def _attention(config: DecoderConfig) -> str:
     attention = config.attention
     N, K = attention.num_attention_heads, attention.num_key_value_heads
-    shared = {N: "one of keys and values each", 1: "which share one of keys and values"}
-    words = f"N {N} query heads, "
-    words += shared.get(K, f"K {K} of keys and values, so each serves {N // K}")
-    words += f"; head size H {attention.head_dim}; scores times {attention.scale:.6g}"
+    words = f"{N} query heads, {K} key/value heads"
+    words += f" (each serves {N // K})" if K < N else ""
+    words += f", head size {attention.head_dim}; scores times {attention.scale:.6g}"
     if attention.softcap is not None:
         words += f", capped at {attention.softcap:g}"
     if attention.qk_norm is not None:
@@ -95,11 +94,11 @@ def _feed_forward(config: DecoderConfig) -> str:
     words = gated[feed_forward.activation]
     if moe is None:
         bias = "biases" if feed_forward.bias else "no biases"
-        return f"{words}, intermediate size F {feed_forward.intermediate_size:,}, {bias}"
+        return f"{words}, intermediate size F = {feed_forward.intermediate_size:,}, {bias}"
     weights = "made to sum to one" if moe.norm_topk_prob else "as the softmax gave them"
     return (
-        f"E {moe.num_experts} experts, A {moe.num_experts_per_tok} a token, weights {weights}; "
-        f"each a {words} of intermediate size F {moe.moe_intermediate_size:,}"
+        f"{moe.num_experts} experts, A = {moe.num_experts_per_tok} for each token, weights "
+        f"{weights}; each a {words} of intermediate size F = {moe.moe_intermediate_size:,}"
     )
 
 

@@ -76,7 +76,7 @@ def generate(
     """
     check_params("generate", params, config)
     max_new_tokens = checks.size("generate", "max_new_tokens", max_new_tokens)
-    given = checks.integers("generate", "tokens", tokens).astype(jnp.int32)
+    prompts = checks.integers("generate", "tokens", tokens).astype(jnp.int32)
     read, mask = check_tokens("generate", tokens, mask, config)
     for name, ids in (("stop_tokens", tuple(stop_tokens)), ("pad_token", (pad_token,))):
         must = f"{name} must lie in [0, {config.vocab_size})"
@@ -85,7 +85,8 @@ def generate(
     draws = sampler is not ops.greedy
     must = "a sampler that draws needs a key, and greedy takes none"
     hint = "Pass key=jax.random.key(seed)." if draws else "Pass sampler=partial(top_p, p=0.9)."
-    checks.require(draws == (key is not None), "generate", must, hint=hint, key=key)
+    given = "none" if key is None else "one"
+    checks.require(draws == (key is not None), "generate", must, hint=hint, key=given)
     if mask is not None and not isinstance(mask, jax.core.Tracer):
         real = bool(jnp.all(jnp.any(mask, axis=1)))
         checks.require(real, "generate", "every row must have a real token", mask=mask)
@@ -100,7 +101,7 @@ def generate(
         pad_token=int(pad_token),
         sampler=_Partial(sampler) if isinstance(sampler, partial) else sampler,
     )
-    return jnp.concatenate([given, new], axis=1)
+    return jnp.concatenate([prompts, new], axis=1)
 
 
 @partial(
@@ -131,7 +132,7 @@ def _generate(
             chosen = sampler(logits, jax.vmap(jax.random.fold_in, (0, None))(key, step))
         chosen = jnp.where(ended, pad_token, chosen).astype(jnp.int32)
         if stop_tokens:
-            ended |= jnp.any(chosen[:, None] == jnp.asarray(stop_tokens, jnp.int32), axis=1)
+            ended |= jnp.any(chosen[:, None] == jnp.asarray([stop_tokens], jnp.int32), axis=1)
         return chosen, ended
 
     # The last token is never read back, so it needs no room.

@@ -1,45 +1,31 @@
-"""A trained decoder in PyTorch, recorded call by call, and the same calls through `jaxblock`.
+"""The components of a model in PyTorch, recorded call by call, and the same calls in `jaxblock`.
 
 The transformers library runs the model. Hooks record what its embedding, its norms, its
 feed-forward layers and its tied projection were given and what they made of it. `jaxblock` then
 gets the same inputs and the same weights, and `torch_ref` in float64 judges both results.
 
 Two things are kept apart on purpose. The judge uses the weights and the eps that each PyTorch
-module held when it ran; `jaxblock` uses the parameter tree made of the checkpoint, and the eps of
-the configuration. So a weight that went to the wrong layer, or was turned the wrong way, shows.
+module held when it ran; `jaxblock` uses the parameter tree and the eps of `load_checkpoint`. So a
+weight that went to the wrong layer, or was turned the wrong way, shows, and shows where.
 """
 
 import dataclasses
-import platform
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
-from transformers.utils import logging
 
 import jaxblock
 import torch_ref
+from jaxblock.both_models import MATMUL_PRECISION, BothModels, rounded
+from jaxblock.config import DecoderConfig
 from jaxblock.parity import Judgement, compare, judge, unit_roundoff
 from jaxblock.parity.arrays import to_jax, to_numpy
-from jaxblock.smollm2 import sha256
-
-# The logits of one prompt take 0.2 MB a token in float32, and several times that while compared.
-MAX_TOKENS = 512
-
-# Of float32 products; GPUs default to TF32 and TPUs to bfloat16 passes.
-MATMUL_PRECISION = "highest"
-
-
-class ModelError(ValueError):
-    """This checkpoint or prompt cannot be compared; the text says why."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +45,7 @@ class Site(NamedTuple):
       component: the function, by its name in `Functions`.
       place: the layer and the use, in words.
       module: PyTorch's name of it.
-      parameters: picks its parameters out of the tree of `parameter_tree`.
+      parameters: picks its parameters out of the tree.
     """
 
     component: str
@@ -107,88 +93,17 @@ class Row(NamedTuple):
     judgement: Judgement
 
 
-def load(gguf: Path) -> tuple[LlamaForCausalLM, Any]:
-    """The model in float32, and its tokenizer, from one GGUF file and nothing else (no network).
-
-    Raises: ModelError if the file cannot be read, is no model of the llama family, is not tied, or
-      does not fill the model exactly.
-    """
-    try:
-        with gguf.open("rb") as file:
-            magic = file.read(4)
-    except OSError as error:
-        raise ModelError(f"load: the checkpoint must be readable; got {error}") from error
-    if magic != b"GGUF":
-        raise ModelError(f"load: the checkpoint must be a GGUF file; got {gguf}, magic={magic!r}")
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    source: dict[str, Any] = dict(gguf_file=gguf.name, local_files_only=True)
-    try:
-        config = AutoConfig.from_pretrained(gguf.parent, **source)
-        if config.model_type != "llama":
-            raise ModelError(
-                "load: the checkpoint must be of the llama family (RMSNorm, SwiGLU); got "
-                f"architecture={config.model_type}"
-            )
-        if not config.tie_word_embeddings:
-            raise ModelError(
-                "load: the checkpoint must have tied embeddings, because the tied projection is "
-                f"what is compared; got a projection of its own (output.weight) in {gguf.name}"
-            )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, config=config, dtype=torch.float32, output_loading_info=True, **source
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
-    except ModelError:
-        raise
-    except Exception as error:  # whatever two libraries raise on a file that is not ours
-        raise ModelError(
-            f"load: transformers must be able to read the checkpoint; got {gguf.name}, "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    model, findings = loaded
-    findings = {what: sorted(found) for what, found in findings.items() if found}
-    if findings:
-        raise ModelError(f"load: the checkpoint must fill the model exactly; got {findings}")
-    if model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr():
-        raise ModelError(
-            "load: lookup and projection must share one table in PyTorch; got two copies"
-        )
-    return model, tokenizer
+def has_components(config: DecoderConfig) -> bool:
+    """Whether the components can be compared one by one: those of a tied Llama without biases."""
+    return (
+        config.model_type == "llama"
+        and config.tie_word_embeddings
+        and config.feed_forward.activation == "silu"
+        and not config.feed_forward.bias
+    )
 
 
-def tokenize(tokenizer: Any, prompt: str) -> Tensor:
-    """The prompt as ids [1 T]."""
-    tokens: Tensor = tokenizer(prompt, return_tensors="pt").input_ids.long()
-    if not 1 <= tokens.shape[1] <= MAX_TOKENS:
-        raise ModelError(
-            f"tokenize: the prompt must have 1 to {MAX_TOKENS} tokens; got T={tokens.shape[1]}"
-        )
-    return tokens
-
-
-def setting(model: LlamaForCausalLM, gguf: Path, prompt: str, tokens: Tensor) -> dict[str, Any]:
-    """What the numbers depend on: versions, devices, precision, weights and prompt."""
-    packages = ("jax", "jaxlib", "torch", "transformers", "gguf", "numpy")
-    sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps")
-    return {
-        "versions": {
-            "python": platform.python_version(),
-            "jaxblock": jaxblock.__version__,
-            **{package: version(package) for package in packages},
-        },
-        "device": {"jax": str(jax.devices()[0]), "torch": str(model.device)},
-        "precision": MATMUL_PRECISION,
-        "model": gguf.name,
-        "sha256": sha256(gguf),
-        "sizes": {name: getattr(model.config, name) for name in sizes},
-        "prompt": prompt,
-        "tokens": tokens[0].tolist(),
-    }
-
-
-def sites(config: Any) -> list[Site]:
+def sites(config: DecoderConfig) -> list[Site]:
     """Every place of the model where one of the four functions is called."""
     layers = range(config.num_hidden_layers)
 
@@ -221,72 +136,14 @@ def sites(config: Any) -> list[Site]:
     return found
 
 
-def parameters_in(model: LlamaForCausalLM, dtype: str) -> dict[str, Tensor]:
-    """PyTorch's named parameters, rounded to `dtype`; the tied table stands in it once."""
-    return {
-        name: parameter.detach().to(getattr(torch, dtype))
-        for name, parameter in model.named_parameters()
-    }
-
-
-def parameter_tree(parameters: Mapping[str, Tensor], config: Any) -> dict[str, Any]:
-    """PyTorch's named parameters as the tree of `jaxblock`, without attention.
-
-    Every parameter is taken exactly once; what is left over must be attention's four kernels a
-    layer, and nothing else.
-
-    Raises: ModelError naming what is missing or left over.
-    """
-    rest = dict(parameters)
-    layers = range(config.num_hidden_layers)
-
-    def take(name: str) -> Tensor:
-        if name not in rest:
-            raise ModelError(f"parameter_tree: every layer must be complete; got no {name}")
-        return rest.pop(name)
-
-    def take_layers(name: str) -> Tensor:
-        return torch.stack([take(f"model.layers.{layer}.{name}.weight") for layer in layers])
-
-    def kernels(name: str) -> jax.Array:
-        return to_jax(take_layers(name).mT)  # PyTorch keeps [out, in]
-
-    tree = {
-        "embedding": to_jax(take("model.embed_tokens.weight")),
-        "final_norm": {"scale": to_jax(take("model.norm.weight"))},
-        "layers": {
-            "attention_norm": {"scale": to_jax(take_layers("input_layernorm"))},
-            "feed_forward_norm": {"scale": to_jax(take_layers("post_attention_layernorm"))},
-            "feed_forward": {
-                "gate_up": jaxblock.pack_gate_up(kernels("mlp.gate_proj"), kernels("mlp.up_proj")),
-                "down": kernels("mlp.down_proj"),
-            },
-        },
-    }
-    attention = {
-        f"model.layers.{layer}.self_attn.{projection}_proj.weight"
-        for layer in layers
-        for projection in "qkvo"
-    }
-    if rest.keys() != attention:
-        raise ModelError(
-            "parameter_tree: every parameter must be used exactly once; got "
-            f"left_over={sorted(rest.keys() - attention)}, "
-            f"missing={sorted(attention - rest.keys())}"
-        )
-    return tree
-
-
-def record(
-    model: LlamaForCausalLM, parameters: Mapping[str, Tensor], tokens: Tensor
-) -> dict[str, Call]:
-    """Run the model with these parameters on the tokens; its calls by PyTorch's module name."""
+def record(both: BothModels, tokens: Tensor) -> dict[str, Call]:
+    """Run PyTorch's model on the tokens as it stands; its calls by PyTorch's module name."""
     calls: dict[str, Call] = {}
 
     def keep(site):
         def hook(module, inputs, output):
             assert site.module not in calls, f"{site.module} ran twice"
-            # Inside the call the module holds `parameters`, rounded as they are.
+            # `rounded` changes what the parameters hold, not the tensors that they held before.
             weights = tuple(weight.detach() for weight in module.parameters())
             eps = getattr(module, "variance_epsilon", None)
             calls[site.module] = Call(
@@ -296,34 +153,29 @@ def record(
         return hook
 
     handles = [
-        model.get_submodule(site.module).register_forward_hook(keep(site))
-        for site in sites(model.config)
+        both.model.get_submodule(site.module).register_forward_hook(keep(site))
+        for site in sites(both.config)
     ]
     try:
         with torch.no_grad():
-            torch.func.functional_call(model, dict(parameters), (tokens,), {"use_cache": False})
+            both.model(tokens, use_cache=False)
     finally:
         for handle in handles:
             handle.remove()
     return calls
 
 
-def compare_model(
-    model: LlamaForCausalLM,
-    tokens: Tensor,
-    dtype: str,
-    functions: Functions = Functions(),
+def compare_components(
+    both: BothModels, tokens: Tensor, dtype: str, functions: Functions = Functions()
 ) -> Iterator[Row]:
     """`record` and `compare_calls` with everything rounded to `dtype`."""
-    parameters = parameters_in(model, dtype)
-    calls = record(model, parameters, tokens)
-    yield from compare_calls(
-        model.config, calls, parameter_tree(parameters, model.config), functions
-    )
+    with rounded(both, dtype) as params:
+        calls = record(both, tokens)
+    yield from compare_calls(both.config, calls, params, functions)
 
 
 def compare_calls(
-    config: Any,
+    config: DecoderConfig,
     calls: Mapping[str, Call],
     tree: Mapping[str, Any],
     functions: Functions = Functions(),
@@ -331,9 +183,9 @@ def compare_calls(
     """Repeat the recorded calls through the jitted functions and judge both results in float64.
 
     Args:
-      config: transformers' configuration of the model.
+      config: of the model.
       calls: of `record`.
-      tree: of `parameter_tree`.
+      tree: its parameters in the same dtype.
       functions: what to test.
 
     Yields: one row a site, as soon as it is known.
@@ -341,7 +193,7 @@ def compare_calls(
     jitted = {
         "embed": jax.jit(functions.embed),
         "rms_norm": jax.jit(
-            partial(functions.rms_norm, eps=config.rms_norm_eps, cast="before_scale")
+            partial(functions.rms_norm, eps=config.norm.eps, cast=config.norm.cast)
         ),
         "swiglu": jax.jit(functions.swiglu),
         "unembed": jax.jit(functions.unembed),
@@ -354,8 +206,9 @@ def compare_calls(
         yield Row(site, dtype, _judge(site, config, call, result))
 
 
-def _judge(site: Site, config: Any, call: Call, result: jax.Array) -> Judgement:
-    hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
+def _judge(site: Site, config: DecoderConfig, call: Call, result: jax.Array) -> Judgement:
+    hidden_size = config.hidden_size
+    intermediate_size = config.feed_forward.intermediate_size
     # How long the sums are behind an element, and how many values on the way to it are rounded to
     # the dtype of the activations: the normalised value; gate, up and their product. PyTorch rounds
     # silu(gate) as well.

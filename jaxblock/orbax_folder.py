@@ -7,16 +7,25 @@ strict: the folder must hold the very tree that its configuration describes.
 import json
 import os
 import shutil
-import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import jax
+import jax.numpy as jnp
 
+from jaxblock.checkpoint.atomic import replace_folder
+from jaxblock.checkpoint.findings import checkpoint_error
+from jaxblock.checkpoint.save import TOKENIZER_FILES
 from jaxblock.config import DecoderConfig
-from jaxblock.parameters import Params, check_params, unflatten
+from jaxblock.ops.checks import FLOAT_DTYPES
+from jaxblock.parameters import Params, check_params, flatten, unflatten
 
 PARAMS = "params"
+FUNCTION = "load_orbax"
+
+Leaves = Mapping[tuple[str, ...], jax.ShapeDtypeStruct]
 
 
 def save_orbax(
@@ -24,6 +33,7 @@ def save_orbax(
     config: DecoderConfig,
     params: Params,
     *,
+    tokenizer_from: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> None:
     """folder = config.json with `config.to_hf()`, and the parameter tree in `params`
@@ -33,29 +43,28 @@ def save_orbax(
         step, whole.
       config: of the decoder.
       params: the parameter tree, written bit for bit.
+      tokenizer_from: a folder whose tokenizer files are copied, as in `save_checkpoint`.
       overwrite: replace a folder that is there.
 
     Raises: FileExistsError for a folder that is there. ConfigError for a configuration that no
       config.json can hold: one with a padded vocabulary, for example. ValueError or TypeError for a
       tree that does not fit it.
     """
-    import orbax.checkpoint as ocp
+    import orbax.checkpoint as ocp  # type: ignore[import-untyped]
 
     check_params("save_orbax", params, config)
     entries = config.to_hf()
     target = Path(folder).absolute()
-    if os.path.lexists(target) and not overwrite:
-        raise FileExistsError(17, "the folder must not exist yet", str(target))
-    target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    try:
+    if not overwrite and target.exists() and (target.is_file() or any(target.iterdir())):
+        raise FileExistsError(17, "save_orbax: folder must be new or empty", str(target))
+    with aside(target), replace_folder(target) as new:
+        (new / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(unfinished / PARAMS, dict(params))
-        (unfinished / "config.json").write_text(json.dumps(entries, indent=2) + "\n")
-        unfinished.chmod(0o755)
-        _replace(unfinished, target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+            checkpointer.save(new.absolute() / PARAMS, dict(params))
+        if tokenizer_from is not None:
+            files = [Path(tokenizer_from) / name for name in TOKENIZER_FILES]
+            for file in filter(Path.is_file, files):
+                shutil.copyfile(file, new / file.name)
 
 
 def load_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Params]:
@@ -67,33 +76,98 @@ def load_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Params]:
     Returns: the configuration and the parameter tree, every leaf in the dtype that it was saved in,
       on the default device.
 
-    Raises: ConfigError for a config.json that is not understood. CheckpointError, with all findings,
-      for a folder without parameters, missing or unexpected leaves, and other shapes: decided before
-      any of them is read.
+    Raises: ConfigError for a config.json that is not understood. CheckpointError, with all
+      findings, for a folder without parameters, and for leaves that are missing, unexpected, of
+      another shape or no floats: before any of them is read.
     """
     import orbax.checkpoint as ocp
 
-    source = Path(folder).absolute()
-    config = DecoderConfig.from_hf(source)
+    config, leaves = open_orbax(folder)
+    (device,) = jnp.zeros(()).devices()
+    wanted = {
+        path: jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=jax.sharding.SingleDeviceSharding(device)
+        )
+        for path, leaf in leaves.items()
+    }
+    source = Path(folder).absolute() / PARAMS
     with ocp.StandardCheckpointer() as checkpointer:
-        found = orbax_leaves(source)
-        _check_leaves(source, found, config)
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        wanted = {
-            path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device)
-            for path, leaf in found.items()
-        }
         try:
-            params = checkpointer.restore(source / PARAMS, unflatten(wanted))
+            return config, checkpointer.restore(source, unflatten(wanted))
         except Exception as error:  # whatever Orbax raises on damaged files
-            raise _error([f"Orbax must be able to read {source / PARAMS}; got {error}"]) from error
-    return config, params
+            _unreadable(source, error)
+
+
+def open_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Leaves]:
+    """config, leaves = what is in the folder, by its metadata: no array is read
+
+    Args:
+      folder: of `save_orbax`.
+
+    Returns: the configuration, and shape and dtype of every leaf by its path.
+
+    Raises: as `load_orbax`.
+    """
+    import orbax.checkpoint as ocp
+
+    config = DecoderConfig.from_hf(folder)
+    source = Path(folder).absolute() / PARAMS
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(source).item_metadata.tree
+            found = {
+                path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+                for path, array in flatten(tree)
+            }
+    except Exception as error:  # whatever Orbax raises on what is none of its folders
+        _unreadable(source, error)
+    _check(source, found, config)
+    return config, found
 
 
 def is_orbax(folder: Path) -> bool:
-    """Whether `save_orbax` wrote this folder."""
+    """Whether this looks like a folder of `save_orbax`."""
     return (folder / PARAMS / "_CHECKPOINT_METADATA").is_file()
 
 
-def orbax_leaves(folder: Path) -> dict[Path, Any]:
-    """Path -> shape and dtype of every array in the folder; none of them is read."""
+def _check(source: Path, found: Leaves, config: DecoderConfig) -> None:
+    expected = dict(flatten(config.parameter_shapes()))
+    findings = [f"{'/'.join(path)} is missing" for path in expected if path not in found]
+    for path, leaf in found.items():
+        name = "/".join(path)
+        if path not in expected:
+            findings.append(f"{name} is unexpected: this configuration has no such leaf")
+        elif tuple(leaf.shape) != expected[path]:
+            must = f"{name} must have the shape {list(expected[path])}"
+            findings.append(f"{must}; got {list(leaf.shape)} in {source}")
+        if jnp.dtype(leaf.dtype).name not in FLOAT_DTYPES:
+            must = f"{name} must be of one of the dtypes {', '.join(FLOAT_DTYPES)}"
+            findings.append(f"{must}; got {leaf.dtype} in {source}")
+    if findings:
+        raise checkpoint_error(FUNCTION, findings)
+
+
+def _unreadable(source: Path, error: Exception) -> NoReturn:
+    got = f"{type(error).__name__}: {error}".splitlines()[0]
+    must = f"{source} must be a folder that Orbax can read"
+    raise checkpoint_error(FUNCTION, [f"{must}; got {got}"]) from error
+
+
+@contextmanager
+def aside(target: Path) -> Iterator[None]:
+    """Put an Orbax folder aside, and back if something fails; delete it in the end.
+
+    `replace_folder` deletes folders of files alone. If the process is killed in between, the old
+    folder is still there, whole, as `.<name>.replaced-<process>`.
+    """
+    if not is_orbax(target):
+        yield
+        return
+    old = target.with_name(f".{target.name}.replaced-{os.getpid()}")
+    target.rename(old)
+    try:
+        yield
+    except BaseException:
+        old.rename(target)
+        raise
+    shutil.rmtree(old)

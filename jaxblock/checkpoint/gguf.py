@@ -21,7 +21,7 @@ from jaxblock.ops.rotary import rotary_frequencies
 # The factors by which the frequencies of Llama 3.1 and later are divided, in place of constants.
 _FACTORS = "rope_freqs.weight"
 # Keys of the architecture that leave the computation as it is.
-_WITHOUT_EFFECT = ("context_length", "tensor_data_layout", "rope.scaling.finetuned")
+_WITHOUT_EFFECT = ("tensor_data_layout", "rope.scaling.finetuned")
 
 
 def gguf_source(path: Path) -> Source:
@@ -77,7 +77,8 @@ def _entries(file: GGUFFile, findings: list[str]) -> dict[str, Any]:
     reader = Reader(own, findings, prefix=prefix)
     heads = reader.take("attention.head_count", size)
     hidden_size = reader.take("embedding_length", size)
-    head_dim = hidden_size // heads if reader.good("attention.head_count", "embedding_length") else 0
+    good = reader.good("attention.head_count", "embedding_length")
+    head_dim = hidden_size // heads if good else 0
     table = file.tensors.get(GGUF.table)
     rows = table.shape[0] if table is not None and table.shape else 1
     entries = {
@@ -89,26 +90,32 @@ def _entries(file: GGUFFile, findings: list[str]) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": reader.take("attention.head_count_kv", size, default=heads),
         "head_dim": reader.take("attention.key_length", size, default=head_dim),
-        "rms_norm_eps": reader.take("attention.layer_norm_rms_epsilon", number()),
-        "rope_theta": reader.take("rope.freq_base", number(1.0), default=10000.0),
+        "rms_norm_eps": reader.take("attention.layer_norm_rms_epsilon", _decimal),
+        "rope_theta": reader.take("rope.freq_base", _decimal, default=10000.0),
         "max_position_embeddings": reader.take("context_length", size, default=None),
     }
-    head_dim = entries["head_dim"]
     for key in ("attention.value_length", "rope.dimension_count"):
-        reader.neutral(key, (head_dim,), "it is the size of a head")
+        reader.neutral(key, (entries["head_dim"],), "it is the size of a head")
     for key in ("expert_count", "expert_used_count"):
         reader.neutral(key, (0,), "experts are not read from GGUF")
     kinds: dict[str, str] = {"none": "default", "linear": "linear"}
     scaling = reader.take("rope.scaling.type", one_of(kinds), default="default")
     factor = reader.take("rope.scaling.factor", number(1.0, strict=False), default=None)
+    must = "rope.scaling.factor must come with the rope.scaling.type linear"
+    fits = scaling == "linear" or factor in (None, 1.0)
+    reader.require(fits, must, {"rope.scaling.factor": factor})
     if scaling == "linear":
         entries["rope_scaling"] = {"rope_type": "linear", "factor": factor}
     reader.finish(_WITHOUT_EFFECT)
-    for key in ("bos", "eos"):
-        id = whole.take(f"tokenizer.ggml.{key}_token_id", token, default=None)
+    for key, name in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        id = whole.take(f"tokenizer.ggml.{name}_token_id", token, default=None)
         entries[f"{key}_token_id"] = id
-    id = whole.take("tokenizer.ggml.padding_token_id", token, default=None)
-    return {key: value for key, value in {**entries, "pad_token_id": id}.items() if value is not None}
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def _decimal(value: Any) -> float:
+    """The constant that was rounded to float32 for the file: 1e-5, not 9.99999974e-6."""
+    return float(str(np.float32(number()(value))))
 
 
 def _llama3(factors: np.ndarray, entries: dict[str, Any]) -> RopeScaling | None:

@@ -317,7 +317,7 @@ def _place(
             read = partial(reader, header.origin, start + info.offset, info.shape)
             tensors[info.name] = StoredTensor(info.name, dtype, info.shape, path, read)
     # Without a tensor there need be no padding after the header either.
-    if infos and not unreadable and start + place < size:
+    if tensors and not findings and not unreadable and start + place < size:
         must = "the tensors must fill their file"
         findings.append(f"{must}; got {size - start - place} more bytes in {path}. Rest unknown")
     findings += [_unreadable(number, names, path) for number, names in unreadable.items()]
@@ -357,7 +357,7 @@ def _dequantise(
     num_blocks = math.prod(shape) // kind.block
     blocks = origin.view(start, np.dtype(np.uint8), (num_blocks, kind.size))
     values = np.empty((num_blocks, kind.block), np.float32)
-    step = _CHUNK // kind.size
+    step = max(_CHUNK // kind.size, 1)
     # A scale in a damaged file may be infinite or no number: then so are the values.
     with np.errstate(all="ignore"):
         for first in range(0, num_blocks, step):

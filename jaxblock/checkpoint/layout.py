@@ -18,14 +18,15 @@ GGUF, ggml-org/llama.cpp, gguf-py/gguf/tensor_mapping.py and LlamaModel.permute 
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxblock.config import DecoderConfig
+from jaxblock.parameters import flatten
 
 
 class Rule(NamedTuple):
@@ -79,9 +80,9 @@ class Part:
     split: tuple[int, ...]
     order: tuple[int, ...]
 
-    def view(self, leaf: np.ndarray) -> np.ndarray:
-        """The part of `leaf` in the stored order; reshaped, it has the shape of the rows."""
-        return leaf[self.index].reshape(self.split).transpose(self.order)
+    def in_stored_order(self, part: np.ndarray) -> np.ndarray:
+        """`leaf[index]` with its axes as in the file: in C order it has the values of the rows."""
+        return part.reshape(self.split).transpose(self.order)
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,9 @@ def placements(config: DecoderConfig, naming: Naming) -> list[Placement]:
     shapes = leaf_shapes(config)
     letters = _sizes(config)
     rows: dict[str, list[tuple[Rule, dict[str, int]]]] = {}
-    for in_layer, rules in groupby(naming.all_rules(), lambda rule: "{L}" in rule.name):
-        rules = [rule for rule in rules if rule.leaf in shapes]
+    present = (rule for rule in naming.all_rules() if rule.leaf in shapes)
+    for in_layer, group in groupby(present, lambda rule: "{L}" in rule.name):
+        rules = list(group)
         for layer in range(letters["L"] if in_layer else 1):
             for rule in rules:
                 for expert in range(letters["E"] if "{E}" in rule.name else 1):
@@ -317,32 +319,9 @@ def uncovered(config: DecoderConfig, placed: Iterable[Placement]) -> list[str]:
             twice |= {part.leaf} if key in seen else set()
             seen.add(key)
     shapes = leaf_shapes(config)
-    return [
-        leaf for leaf in shapes if leaf in twice or covered[leaf] != math.prod(shapes[leaf])
-    ]
+    return [leaf for leaf in shapes if leaf in twice or covered[leaf] != math.prod(shapes[leaf])]
 
 
 def leaf_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """`config.parameter_shapes()` with the path of every leaf for its key."""
-    return dict(flatten(config.parameter_shapes()))
-
-
-def flatten(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested mapping by their paths, `layers/attention/q`."""
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{path}{name}/")
-        else:
-            yield f"{path}{name}", value
-
-
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `flatten`."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
+    return {"/".join(path): shape for path, shape in flatten(config.parameter_shapes())}

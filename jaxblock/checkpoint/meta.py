@@ -36,7 +36,8 @@ def meta_source(
     findings: list[str] = []
     tensors: dict[str, StoredTensor] = {}
     try:
-        tensors = merge(open_meta(folder) if shards is None else shards, findings)
+        shards = open_meta(folder) if shards is None else shards
+        tensors = merge(shards, findings)
     except CheckpointError as error:
         findings += error.findings
     # The file may leave the number of tokens to the tokenizer; the table has a row for each.
@@ -56,10 +57,10 @@ def meta_source(
         findings += [text for text in said if rows or "vocab_size" not in text]
     if table is None and not findings:
         findings.append(f"{META.table} is missing")
-    if config is None or findings:
+    if config is None or shards is None or findings:
         raise checkpoint_error("load_checkpoint", findings)
     return Source(
-        format=f"llama, a folder of Meta's with {len(shards or [0])} shards",
+        format=f"llama, a folder of Meta's with {len(shards)} shard{'s' * (len(shards) > 1)}",
         config=config,
         tie=None,
         naming=META,
@@ -137,7 +138,8 @@ def open_pickled(folder: str | os.PathLike[str]) -> list[dict[str, StoredTensor]
         try:
             loaded: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except Exception as error:  # Whatever a pickle that is none, or a hostile one, leads to.
-            findings.append(f"{path} must be a file of tensors; got {type(error).__name__}: {error}")
+            got = f"{type(error).__name__}: {error}"
+            findings.append(f"{path} must be a file of tensors; got {got}")
             continue
         if not isinstance(loaded, dict) or not all(
             isinstance(name, str) and isinstance(value, torch.Tensor)

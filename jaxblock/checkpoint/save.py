@@ -1,38 +1,38 @@
 """A folder that the transformers library loads, from the tree of parameters."""
 
-import dataclasses
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from jaxblock.checkpoint.atomic import replace_folder
+from jaxblock.checkpoint.copying import copy
 from jaxblock.checkpoint.findings import checkpoint_error
 from jaxblock.checkpoint.folder import INDEX, SINGLE
 from jaxblock.checkpoint.layout import (
     Placement,
-    flatten,
     hugging_face,
     leaf_shapes,
     placements,
     uncovered,
 )
+from jaxblock.checkpoint.plan import DTYPES
 from jaxblock.checkpoint.safetensors_file import write_safetensors
 from jaxblock.config import ConfigError, DecoderConfig
+from jaxblock.parameters import flatten
+from jaxblock.vocabulary import unpad_vocabulary
 
 FUNCTION = "save_checkpoint"
 
-_DTYPES = tuple(np.dtype(kind) for kind in (np.float32, np.float16, ml_dtypes.bfloat16))
-
-# What belongs to a tokenizer in a folder of transformers.
+# What goes with a tokenizer in a folder of transformers.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -113,8 +113,7 @@ def save_checkpoint(
             write_safetensors(new / file, content, {"format": "pt"})
         if len(shards) > 1:
             weight_map = {name: file for file, names in shards.items() for name in names}
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            _write_json(new / INDEX, index)
+            _write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(new / "config.json", entries)
         if tokenizer_from is not None:
             _copy_tokenizer(Path(tokenizer_from), new)
@@ -127,7 +126,7 @@ def _checked(
     if not isinstance(params, Mapping):
         raise TypeError(f"{FUNCTION}: params must be nested dicts; got {type(params).__name__}")
     shapes = leaf_shapes(config)
-    leaves = dict(flatten(params))
+    leaves = _leaves(params)
     findings = [f"params must have {leaf}; it is missing" for leaf in shapes if leaf not in leaves]
     for leaf, value in leaves.items():
         if not isinstance(value, jax.Array | np.ndarray):
@@ -137,35 +136,30 @@ def _checked(
         elif value.shape != shapes[leaf]:
             must = f"{leaf} must have the shape {list(shapes[leaf])}"
             findings.append(f"{must}; got {list(value.shape)}")
-        elif value.dtype not in _DTYPES:
-            kinds = ", ".join(map(str, _DTYPES))
+        elif value.dtype not in DTYPES:
+            kinds = ", ".join(map(str, DTYPES))
             findings.append(f"{leaf} must be of one of the dtypes {kinds}; got {value.dtype}")
         elif isinstance(value, jax.core.Tracer):
             findings.append(f"{leaf} must be known; got one that is traced, inside jit")
     if not findings:
-        config, leaves = _without_padding(config, leaves)
+        config, params = unpad_vocabulary(config, dict(params))
+        leaves = _leaves(params)
         placed = placements(config, hugging_face(config.model_type))
         for leaf in uncovered(config, placed):
             must = f"{leaf} must have a name in files"
             findings.append(f"{must}; got none in the family {config.model_type}")
         for placement in placed:
-            kinds = {part.leaf: str(leaves[part.leaf].dtype) for part in placement.parts}
-            if len(set(kinds.values())) > 1:
+            dtypes = {part.leaf: str(leaves[part.leaf].dtype) for part in placement.parts}
+            if len(set(dtypes.values())) > 1:
                 must = f"the leaves in {placement.name} must have one dtype"
-                findings.append(f"{must}; got {kinds}")
+                findings.append(f"{must}; got {dtypes}")
     if findings:
         raise checkpoint_error(FUNCTION, findings)
     return config, leaves
 
 
-def _without_padding(
-    config: DecoderConfig, leaves: dict[str, Any]
-) -> tuple[DecoderConfig, dict[str, Any]]:
-    rows = config.num_valid
-    if rows is None:
-        return config, leaves
-    tables = {name: leaves[name][:rows] for name in ("embedding", "unembedding") if name in leaves}
-    return dataclasses.replace(config, vocab_size=rows, num_valid=None), {**leaves, **tables}
+def _leaves(params: Mapping[str, Any]) -> dict[str, Any]:
+    return {"/".join(map(str, path)): leaf for path, leaf in flatten(params)}
 
 
 def _config_entries(config: DecoderConfig, leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -184,8 +178,62 @@ def _stored(placement: Placement, leaves: Mapping[str, Any]) -> np.ndarray:
     result = np.empty(placement.shape, first.dtype)
     for part in placement.parts:
         rows = result[part.rows]
-        values = part.view(_slice(leaves[part.leaf], part.index))
+        values = part.in_stored_order(_slice(leaves[part.leaf], part.index))
         copy(rows.reshape(values.shape), values)
     return result
 
 
+def _slice(leaf: Any, index: tuple[int | slice, ...]) -> np.ndarray:
+    # What is not in this memory comes piece by piece, and not whole.
+    here = isinstance(leaf, np.ndarray) or (
+        len(leaf.devices()) == 1 and next(iter(leaf.devices())).platform == "cpu"
+    )
+    return np.asarray(leaf)[index] if here else np.asarray(leaf[index])
+
+
+def _shards(tensors: Mapping[str, tuple[np.dtype, Placement]], limit: int) -> dict[str, list[str]]:
+    """The names in each file: filled in order, up to `limit` bytes."""
+    groups: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        size = _size(*tensor)
+        if groups[-1] and filled + size > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(name)
+        filled += size
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    count = len(groups)
+    return {
+        f"model-{number:05d}-of-{count:05d}.safetensors": names
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def _size(dtype: np.dtype, placement: Placement) -> int:
+    return math.prod(placement.shape) * dtype.itemsize
+
+
+def _num_bytes(size: int | str) -> int:
+    if isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", size.strip().upper())
+        if match and match[2] in _UNITS:
+            size = int(float(match[1]) * _UNITS[match[2]])
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        must = 'max_shard_size must be a number of bytes, or one with a unit like "5GB"'
+        raise ValueError(f"{FUNCTION}: {must}; got max_shard_size={size!r}")
+    return size
+
+
+def _write_json(path: Path, entries: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy_tokenizer(folder: Path, target: Path) -> None:
+    found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
+    if not found:
+        must = "tokenizer_from must be a folder with tokenizer files"
+        raise checkpoint_error(FUNCTION, [f"{must}; got {folder}"])
+    for path in found:
+        shutil.copyfile(path, target / path.name)

@@ -14,8 +14,8 @@ import numpy as np
 from jaxblock.checkpoint.source import Source
 from jaxblock.checkpoint.stored import StoredTensor
 
-# Bytes compared at once.
-_CHUNK = 2**24
+# Elements compared at once.
+_CHUNK = 2**22
 
 
 def decide(source: Source, override: bool | None, findings: list[str]) -> tuple[bool, str]:
@@ -37,12 +37,14 @@ def decide(source: Source, override: bool | None, findings: list[str]) -> tuple[
         same = ", although they are equal" if are_equal(table, stored) else ""
         return False, f"not tied: two tables, by {by}{same}"
     if are_equal(table, stored):
+        del source.tensors[head]
         source.dropped.append(f"{head}, equal to {table.name}")
         by = by if says else "what they hold"
         return True, f"tied: one table, by {by}"
     if says is None:
         return False, "not tied: two tables, by what they hold"
     if override:
+        del source.tensors[head]
         source.dropped.append(f"{head}, although it is not {table.name}, by tie=True")
         return True, f"tied: one table, by {by}"
     findings.append(
@@ -56,17 +58,16 @@ def are_equal(a: StoredTensor, b: StoredTensor) -> bool:
     """The same values, compared in pieces."""
     if a.shape != b.shape:
         return False
-    left, right = a.read(), b.read()
-    rows = max(1, _CHUNK // max(1, left.nbytes // max(1, len(left))))
+    left, right = a.read().reshape(-1), b.read().reshape(-1)
     # Bits of one type, for NaN too; else values, which both fit into float32.
     same = left.dtype == right.dtype
     kind = np.dtype(f"u{left.dtype.itemsize}") if same else np.dtype(np.float32)
 
-    def piece(x: np.ndarray, first: int) -> np.ndarray:
-        x = x[first : first + rows]
-        return x.view(kind) if same else x.astype(kind)
+    def piece(values: np.ndarray, first: int) -> np.ndarray:
+        values = values[first : first + _CHUNK]
+        return values.view(kind) if same else values.astype(kind)
 
     return all(
         np.array_equal(piece(left, first), piece(right, first))
-        for first in range(0, len(left), rows)
+        for first in range(0, len(left), _CHUNK)
     )

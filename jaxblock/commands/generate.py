@@ -21,7 +21,7 @@ def generate(
     folder: Annotated[
         Path,
         typer.Argument(
-            metavar="FOLDER", help="A Hugging Face folder with its tokenizer.json.", exists=False
+            metavar="FOLDER", help="A Hugging Face or Orbax folder with its tokenizer.json."
         ),
     ],
     prompt: Annotated[
@@ -88,18 +88,19 @@ def generate(
     import jax.numpy as jnp
 
     from jaxblock import stream
-    from jaxblock.checkpoint import load_checkpoint
+    from jaxblock.commands.loading import load
 
     began = time.perf_counter()
     with findings_as_text():
-        checkpoint = load_checkpoint(folder, dtype=dtype and str(dtype))
-    say(f"Loaded {folder} in {time.perf_counter() - began:.1f} s")
+        # Whether the table is tied is known for sure only now.
+        config, params = load(folder, dtype=dtype and str(dtype))
+    say(f"Loaded in {time.perf_counter() - began:.1f} s")
 
     began = time.perf_counter()
     tokens = jnp.asarray([ids], jnp.int32)
     key = jax.random.key(seed) if draws else None
     programs = stream.compile_stream(
-        checkpoint.params,
+        params,
         tokens,
         config,
         max_new_tokens=max_new_tokens,
@@ -113,7 +114,7 @@ def generate(
     ended = "the most that were asked for"
     for token in stream.stream_tokens(
         programs,
-        checkpoint.params,
+        params,
         tokens,
         max_new_tokens=max_new_tokens,
         stop_tokens=stop_tokens,
@@ -147,9 +148,7 @@ def _check_sampling(temperature: float | None, top_k: int | None, top_p: float |
     return temperature > 0
 
 
-def _sampler(
-    draws: bool, temperature: float | None, top_k: int | None, top_p: float | None
-) -> "Any":
+def _sampler(draws: bool, temperature: float | None, top_k: int | None, top_p: float | None) -> Any:
     from jaxblock import ops
 
     temperature = 1.0 if temperature is None else temperature
@@ -178,7 +177,7 @@ def _load_tokenizer(folder: Path) -> "Tokenizer":
     return tokenizer
 
 
-def _stop_tokens(folder: Path, config: "DecoderConfig") -> frozenset[int]:
+def _stop_tokens(folder: Path, config: "DecoderConfig") -> list[int]:
     """The end-of-text tokens of both files: chat models name theirs in the second alone."""
     found = set(config.special_tokens.eos_token_ids)
     file = folder / "generation_config.json"
@@ -190,7 +189,7 @@ def _stop_tokens(folder: Path, config: "DecoderConfig") -> frozenset[int]:
             stop(f"generate: generation_config.json must be a JSON object; got {file} ({error})")
         ends = ends if isinstance(ends, list) else [ends]
         found |= {token for token in ends if isinstance(token, int)}
-    return frozenset(token for token in found if 0 <= token < config.vocab_size)
+    return sorted(token for token in found if 0 <= token < config.vocab_size)
 
 
 def _read_prompt() -> str:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.backend import get_backend
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from jaxblock.ops import checks
@@ -163,7 +162,7 @@ def _attend(
         jnp.finfo(q.dtype).bits == 16
         and H % 8 == 0
         and H <= 128
-        and q.shape[1] == k.shape[1]
+        and 1 < q.shape[1] == k.shape[1]
         and softcap is None
         and mask is None
         and _has_cudnn()
@@ -211,7 +210,8 @@ def _softmax(scores, visible):
     """Weights over the last axis: 0 where not visible, in rows with nothing visible too."""
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
-    # Twice as fast backward on CPU as `jax.nn.softmax(where=visible)`, whose own rule masks again.
+    # Not `jax.nn.softmax(where=visible)`: it masks three times, and with it the whole backward pass
+    # takes twice as long on CPU.
     largest = lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
     exponential = jnp.exp(scores - jnp.where(largest == -jnp.inf, 0, largest))
     total = jnp.sum(exponential, axis=-1, keepdims=True)
@@ -268,9 +268,10 @@ def _mix_16bit_backward(saved, dy):
 _mix_16bit.defvjp(_mix_16bit_forward, _mix_16bit_backward)
 
 
-# Each is one `dot_general` as it stands. XLA's CPU backend has a fast bfloat16 product for these:
-# at B=4, T=S=256, N=9, K=3, H=64 on two cores 1.2, 1.1 and 1.6 ms, against 3 to 10 ms for the
-# einsums of the same name, the same products in float32 and those with T and G made one axis.
+# Each is one `dot_general` as it stands, on every platform. XLA's CPU backend has fast bfloat16
+# products for just these: on two cores, with B=4, T=S=256, N=9, K=3, H=64, they take 1.2, 1.1 and
+# 1.6 ms. With T and G made one axis they take 2.4, 3.2 and 4.4 ms, as einsums up to 3.2 ms, in
+# float32 about 2.7 ms, and the last with the weights on the left, as autodiff has it, 7 ms.
 def _over_channels(q, k):
     return _contract(q, k, ((4,), (3,)), ((0, 2), (0, 2)))
 
@@ -284,5 +285,5 @@ def _over_queries(weights, q):
 
 
 def _contract(a, b, summed, shared):
-    dtype: DTypeLike = arithmetic_dtype(a.dtype)
-    return lax.dot_general(a, b, (summed, shared), preferred_element_type=dtype)
+    wide = arithmetic_dtype(a.dtype)
+    return lax.dot_general(a, b, (summed, shared), preferred_element_type=wide)

@@ -3,6 +3,7 @@
 import numbers
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,7 @@ def cross_entropy(
       z_loss: Chowdhery et al., PaLM, 2022, section 5.
     """
     function = "cross_entropy"
+    ignore_index = _checked_ignore_index(function, ignore_index)
     (logits,) = checks.floating(function, logits=logits)
     checks.require(logits.ndim >= 1, function, "logits must have at least one axis", logits=logits)
     num_valid = checks.num_valid(function, num_valid, logits.shape[-1], logits=logits)
@@ -123,6 +125,7 @@ def linear_cross_entropy(
       (gradients in the forward pass, by chunks of tokens).
     """
     function = "linear_cross_entropy"
+    ignore_index = _checked_ignore_index(function, ignore_index)
     x, embedding = checks.floating(function, x=x, embedding=embedding)
     checks.require(
         x.ndim >= 1 and embedding.ndim == 2 and embedding.shape[1] == x.shape[-1],
@@ -178,7 +181,7 @@ def next_token_labels(
     function = "next_token_labels"
     tokens = checks.integers(function, "tokens", tokens).astype(jnp.int32)
     checks.require(tokens.ndim >= 1, function, "tokens must have at least one axis", tokens=tokens)
-    _check_ignore_index(function, ignore_index)
+    ignore_index = _checked_ignore_index(function, ignore_index)
     if mask is not None:
         mask = checks.booleans(function, "mask", mask)
         must = "mask must have the shape of tokens"
@@ -189,14 +192,15 @@ def next_token_labels(
     return labels if mask is None else jnp.where(mask, labels, ignore_index)
 
 
-def _check_ignore_index(function: str, ignore_index: int) -> None:
-    is_int32 = (
-        isinstance(ignore_index, numbers.Integral)
-        and not isinstance(ignore_index, bool)
-        and -(2**31) <= ignore_index < 2**31
+def _checked_ignore_index(function: str, ignore_index: Any) -> int:
+    is_integer = not isinstance(ignore_index, bool) and isinstance(ignore_index, numbers.Integral)
+    checks.require(
+        is_integer and -(2**31) <= int(ignore_index) < 2**31,
+        function,
+        "ignore_index must be an integer of 32 bits",
+        ignore_index=ignore_index,
     )
-    must = "ignore_index must be an integer of 32 bits"
-    checks.require(is_int32, function, must, ignore_index=ignore_index)
+    return int(ignore_index)
 
 
 def _checked_rows(
@@ -205,11 +209,10 @@ def _checked_rows(
     weights: jax.Array | None,
     ignore_index: int,
     num_valid: int,
-    **rows: jax.Array,
+    **rows: Any,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Labels and weights, which must fit the one array in `rows`."""
     ((name, array),) = rows.items()
-    _check_ignore_index(function, ignore_index)
     labels = checks.ids(function, "labels", labels, num_valid, ignore=ignore_index)
     must = f"labels must have the shape of {name} without its last axis"
     checks.require(labels.shape == array.shape[:-1], function, must, labels=labels, **rows)

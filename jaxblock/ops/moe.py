@@ -1,12 +1,13 @@
 """Mixture of experts: routing and the gated feed-forward of the chosen experts."""
 
-from functools import partial, reduce
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
+from jax.custom_batching import sequential_vmap
 from jaxtyping import Array, Float, Integer
 
 from jaxblock.ops import checks
@@ -84,9 +85,8 @@ def moe_swiglu(
       logits, weights, silu, products of elements and the sum over experts are float32; rounded to
       16 bits are the gate/up product, the hidden values times their weight, and y, once each.
       The backward pass keeps x, the routing and the gate/up product. A row of NaN reaches no other
-      row. Under `vmap` over x alone every example gets a copy of the experts: leading axes are
-      cheaper. Derivatives of float32 and float64 are JAX's own for `lax.ragged_dot`: forward and
-      reverse mode and one over the other, but not reverse over reverse.
+      row. Under `vmap` the products of the experts run one example after the other: leading axes
+      are faster. Reverse mode, and forward over reverse; not forward mode alone.
 
     Differs from torch: transformers rounds router logits and each expert's result to 16 bits, for
       Qwen3-MoE the weights too, and adds up in 16 bits.
@@ -171,7 +171,8 @@ def _compute_moe_swiglu(
     # One row for each token and each of its experts [R], sorted by expert; equal ones keep their
     # order, so that the sums of a weight gradient have one.
     order = jnp.argsort(experts.reshape(-1), stable=True)
-    place_of_row = jnp.argsort(order)
+    rows_in_order = jnp.arange(order.size, dtype=order.dtype)
+    place_of_row = jnp.zeros_like(order).at[order].set(rows_in_order, unique_indices=True)
     group_sizes = jnp.bincount(experts.reshape(-1), length=num_experts).astype(jnp.int32)
 
     # The policy leaves the backward pass with x, the routing and the gate/up product; the rows and
@@ -200,50 +201,46 @@ def _permute(rows: jax.Array, order: jax.Array) -> jax.Array:
     return rows.at[order].get(mode="promise_in_bounds", unique_indices=True)
 
 
-def _grouped_matmul(
-    rows: jax.Array, weight: jax.Array, group_sizes: jax.Array, dtype: DTypeLike
-) -> jax.Array:
-    """y[r] = rows[r] · weight[expert of r], operands in `dtype`, unrounded; rows are sorted."""
-    if jnp.finfo(dtype).bits == 16:
-        return _grouped_matmul_16bit(rows, weight, group_sizes, jnp.dtype(dtype))
-    return _ragged_dot(rows, weight.astype(dtype), group_sizes, _FORWARD)
+def _ragged_product(
+    a_axis: int, b_axis: int, groups: list[int]
+) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    dimensions = lax.RaggedDotDimensionNumbers((((a_axis,), (b_axis,)), ((), ())), [0], groups)
+
+    def product(a: jax.Array, b: jax.Array, group_sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(
+            a, b, group_sizes, dimensions, preferred_element_type=arithmetic_dtype(a.dtype)
+        )
+
+    # JAX maps a ragged product over all of its operands only: neither over some nor over none.
+    mapped: Callable[[jax.Array, jax.Array, jax.Array], jax.Array] = sequential_vmap(product)
+    return mapped
 
 
-# What is summed over is an axis of `rows` and of the other operand; `_WEIGHT` sums over the rows of
-# a group, for all groups at once.
-_FORWARD = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), [0], [0])
-_ROWS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), [0], [0])
-_WEIGHT = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+# Rows [R ...] are sorted by expert: y[r] = rows[r] · weight[expert of r] and its two gradients.
+_product = _ragged_product(1, 1, [0])
+_rows_gradient = _ragged_product(1, 2, [0])
+_weight_gradient = _ragged_product(0, 0, [])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped_matmul_16bit(
+def _grouped_matmul(
     rows: jax.Array, weight: jax.Array, group_sizes: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
-    return _ragged_dot(rows.astype(dtype), weight.astype(dtype), group_sizes, _FORWARD)
+    """The product and its gradients with operands in `dtype`, unrounded."""
+    return _product(rows.astype(dtype), weight.astype(dtype), group_sizes)
 
 
-def _grouped_matmul_16bit_forward(rows, weight, group_sizes, dtype):
-    return _grouped_matmul_16bit(rows, weight, group_sizes, dtype), (rows, weight, group_sizes)
+def _grouped_matmul_forward(rows, weight, group_sizes, dtype):
+    y = _product(rows.astype(dtype), weight.astype(dtype), group_sizes)
+    return y, (rows, weight, group_sizes)
 
 
-def _grouped_matmul_16bit_backward(dtype, saved, dy):
+def _grouped_matmul_backward(dtype, saved, dy):
     rows, weight, group_sizes = saved
     dy = dy.astype(dtype)
-    drows = _ragged_dot(dy, weight.astype(dtype), group_sizes, _ROWS)
-    dweight = _ragged_dot(rows.astype(dtype), dy, group_sizes, _WEIGHT)
+    drows = _rows_gradient(dy, weight.astype(dtype), group_sizes)
+    dweight = _weight_gradient(rows.astype(dtype), dy, group_sizes)
     return drows.astype(rows.dtype), dweight.astype(weight.dtype), None
 
 
-_grouped_matmul_16bit.defvjp(_grouped_matmul_16bit_forward, _grouped_matmul_16bit_backward)
-
-
-def _ragged_dot(a, b, group_sizes, dimensions):
-    # Under vmap, `lax.ragged_dot_general` takes operands of which all are batched or none. Whatever
-    # is selected by a batched condition is batched; this one is always true and costs nothing.
-    operands = (a, b, group_sizes)
-    true = reduce(jnp.logical_or, [array.reshape(-1)[0] == 0 for array in operands], True)
-    a, b, group_sizes = (lax.select(true, array, array) for array in operands)
-    return lax.ragged_dot_general(
-        a, b, group_sizes, dimensions, preferred_element_type=arithmetic_dtype(a.dtype)
-    )
+_grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)

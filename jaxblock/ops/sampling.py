@@ -177,8 +177,8 @@ def _greedy(logits: jax.Array, *, num_valid: int) -> jax.Array:
 def _draw(
     logits: jax.Array,
     keys: jax.Array,
-    temperature: float,
-    p: float,
+    temperature: float | jax.Array,
+    p: float | jax.Array,
     *,
     k: int | None,
     num_valid: int,

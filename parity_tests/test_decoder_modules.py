@@ -1,0 +1,158 @@
+"""Attention, DecoderBlock and Decoder of nnx and linen: the tree and the bits of the functions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import errors, nnx
+from helpers import assert_same_bits
+
+import jaxblock
+import jaxblock.linen
+import jaxblock.nnx
+from jaxblock import DecoderConfig
+from jaxblock.parameters import flatten, layer_shapes
+
+GEMMA3 = DecoderConfig.from_hf(
+    dict(
+        model_type="gemma3_text",
+        vocab_size=13,
+        hidden_size=8,
+        intermediate_size=11,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=6,
+        rms_norm_eps=1e-6,
+        sliding_window=3,
+        sliding_window_pattern=2,
+    )
+)
+MIXTRAL = DecoderConfig.from_hf(
+    dict(
+        model_type="mixtral",
+        vocab_size=13,
+        hidden_size=8,
+        intermediate_size=5,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=3,
+        num_experts_per_tok=2,
+        rms_norm_eps=1e-5,
+    )
+)
+CONFIGS = pytest.mark.parametrize("config", [GEMMA3, MIXTRAL], ids=["gemma3_text", "mixtral"])
+TOKENS = np.random.default_rng(0).integers(0, 13, (2, 6))
+MASK = np.array([[True] * 6, [False, False, True, True, True, True]])
+
+
+def shapes_of(tree):
+    return {path: leaf.shape for path, leaf in flatten(tree)}
+
+
+@CONFIGS
+def test_decoder(config):
+    params = jaxblock.init_params(config, jax.random.key(3), dtype=jnp.float32)
+    logits = jaxblock.forward(params, TOKENS, config, mask=MASK)
+
+    module = jaxblock.nnx.Decoder(config, rngs=nnx.Rngs(0))
+    assert shapes_of(module.params()) == dict(flatten(config.parameter_shapes()))
+    nnx.update(module, params)
+    assert_same_bits(module(TOKENS, mask=MASK), logits)
+    assert_same_bits(nnx.jit(lambda m: m(TOKENS, mask=MASK))(module), logits)
+    jax.tree.map(assert_same_bits, module.params(), params)
+
+    same = jaxblock.linen.Decoder(config)
+    assert_same_bits(same.apply({"params": params}, TOKENS, mask=MASK), logits)
+    made = jax.eval_shape(same.init, jax.random.key(0), TOKENS)["params"]
+    assert shapes_of(made) == dict(flatten(config.parameter_shapes()))
+    tied = config.tie_word_embeddings
+    assert ("unembedding" in made) != tied
+    assert len(jax.tree.leaves(nnx.state(module))) == len(jax.tree.leaves(params))
+
+
+@CONFIGS
+@pytest.mark.parametrize("name", ["Attention", "DecoderBlock"])
+def test_parts_of_a_layer(config, name):
+    """Each layer of the stacked tree through the module gives what the scanned decoder gives."""
+    params = jaxblock.init_params(config, jax.random.key(3), dtype=jnp.float32)
+    stages = jaxblock.activations(params, TOKENS, config, mask=MASK)
+    x = stages.embedding
+    for layer, kind in enumerate(config.layers):
+        one = jax.tree.map(lambda leaf, layer=layer: leaf[layer], params["layers"])
+        tree = one["attention"] if name == "Attention" else one
+        module = getattr(jaxblock.nnx, name)(config, kind=kind, rngs=nnx.Rngs(0))
+        expected = layer_shapes(config)
+        expected = expected["attention"] if name == "Attention" else expected
+        assert shapes_of(module.params()) == dict(flatten(expected))
+        nnx.update(module, tree)
+        y = module(x, mask=MASK)
+        same = getattr(jaxblock.linen, name)(config, kind=kind)
+        assert_same_bits(same.apply({"params": tree}, x, mask=MASK), y)
+        if name == "DecoderBlock":
+            limit = 1e-5 * float(jnp.abs(stages.blocks[layer]).max())
+            real = np.asarray(MASK)
+            np.testing.assert_allclose(
+                np.asarray(y)[real], np.asarray(stages.blocks[layer])[real], rtol=0, atol=limit
+            )
+        x = stages.blocks[layer]
+
+
+def test_dtypes():
+    module = jaxblock.nnx.Decoder(GEMMA3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert module.params()["embedding"].dtype == jnp.float32
+    narrow = module(TOKENS)
+    wide = jaxblock.forward(module.params(), TOKENS, GEMMA3)
+    assert narrow.dtype == wide.dtype == jnp.float32
+    assert 1e-4 < float(jnp.abs(narrow - wide).max()) < 0.5
+    assert_same_bits(narrow, jaxblock.forward(module.params(), TOKENS, GEMMA3, dtype=jnp.bfloat16))
+    stored = jaxblock.linen.Decoder(GEMMA3, param_dtype=jnp.bfloat16)
+    made = jax.eval_shape(stored.init, jax.random.key(0), TOKENS)["params"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(made)} == {"bfloat16"}
+    block = jaxblock.nnx.DecoderBlock(GEMMA3, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    assert block(jnp.ones((1, 2, 8))).dtype == jnp.bfloat16
+
+
+def test_an_optimizer_of_nnx_takes_a_step():
+    module = jaxblock.nnx.Decoder(GEMMA3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(module, optax.sgd(0.1), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(module, optimizer):
+        def loss(module):
+            labels = jaxblock.next_token_labels(jnp.asarray(TOKENS))
+            total, count = jaxblock.cross_entropy(module(TOKENS), labels)
+            return total / count
+
+        value, gradients = nnx.value_and_grad(loss)(module)
+        optimizer.update(module, gradients)
+        return value, gradients
+
+    before = module.params()
+    first, gradients = step(module, optimizer)
+    second, _ = step(module, optimizer)
+    assert second < first
+    expected = jax.grad(
+        lambda params: jax.numpy.divide(*jaxblock.next_token_loss(params, TOKENS, GEMMA3))
+    )(before)
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6),
+        nnx.to_pure_dict(gradients),
+        expected,
+    )
+
+
+def test_wrong_input_is_refused():
+    with pytest.raises(ValueError, match=r"Attention: x must be \[B T D\] with D = 8"):
+        jaxblock.nnx.Attention(GEMMA3, rngs=nnx.Rngs(0))(jnp.ones((1, 2, 9)))
+    block = jaxblock.linen.DecoderBlock(GEMMA3)
+    with pytest.raises(ValueError, match=r"DecoderBlock: mask must have the shape \[B T\] of x"):
+        block.init(jax.random.key(0), jnp.ones((1, 2, 8)), mask=np.ones((1, 3), bool))
+    with pytest.raises(IndexError, match=r"forward: tokens must lie in \[0, 13\)"):
+        jaxblock.nnx.Decoder(GEMMA3, rngs=nnx.Rngs(0))(np.array([[13]]))
+    params = jaxblock.init_params(GEMMA3, jax.random.key(3), dtype=jnp.float32)
+    params["embedding"] = params["embedding"][:, :-1]
+    with pytest.raises((ValueError, errors.ScopeParamShapeError), match="embedding"):
+        jaxblock.linen.Decoder(GEMMA3).apply({"params": params}, TOKENS)
