@@ -167,7 +167,7 @@ def _whole_rows(
         mask = checks.booleans(function, "mask", mask)
         must = "mask must have the shape [B T] of x"
         checks.require(mask.shape == x.shape[:2], function, must, mask=mask, x=x)
-    order = token_order(*x.shape[:2], mask)
+    order = token_order(x.shape[:2], mask)
     angles = rotary_angles(order if positions is None else positions, kind, config)
     return angles, attend_to_rows(config, kind, order, mask)
 

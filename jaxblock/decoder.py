@@ -1,7 +1,7 @@
 """The decoder as pure functions over one parameter tree: whole sequences, and token by token.
 
-`forward` reads whole sequences. `prefill` reads a prompt into a cache and `decode_step` goes on from
-there, a token at a time. All three run the same blocks; they differ in what a token is shown.
+`forward` reads whole sequences. `prefill` reads a prompt into a cache and `decode_step` goes on
+from there, a token at a time. All three run the same blocks; they differ in what a token is shown.
 
 Ragged batches: `mask` [B T] is true where a token is real. Padding may stand left, right or in
 between and hold any id: each row comes out as if it were alone, and positions count real tokens.
@@ -38,7 +38,7 @@ class Activations(NamedTuple):
     """What the decoder makes of its tokens, stage by stage: for comparing two implementations."""
 
     embedding: Float[Array, "B T D"]
-    blocks: Float[Array, "L B T D"]
+    blocks: Float[Array, "L B T D"] | None
     final_norm: Float[Array, "B T D"]
     logits: Float[Array, "B T V"]
 
@@ -172,7 +172,7 @@ def _forward(
     dtype: DTypeLike | None,
     keep_blocks: bool = False,
 ) -> Activations:
-    order = token_order(*tokens.shape, mask)
+    order = token_order(tokens.shape, mask)
     angles = _angles(order if positions is None else positions, config)
 
     def run_layer(layer, x, state, kind, index):
@@ -195,7 +195,7 @@ def _extend(
     config: DecoderConfig,
 ) -> tuple[jax.Array, Cache]:
     real = jnp.ones(tokens.shape, jnp.bool_) if mask is None else mask
-    order = cache.lengths[:, None] + token_order(*tokens.shape, mask)
+    order = cache.lengths[:, None] + token_order(tokens.shape, mask)
     lengths = cache.lengths + jnp.sum(real, axis=1, dtype=jnp.int32)
     angles = _angles(order, config)
 

@@ -22,7 +22,7 @@ Sampler = Callable[..., jax.Array]
 class _Partial:
     """A `functools.partial` that equals its like, so that making it anew compiles nothing anew."""
 
-    def __init__(self, made: partial):
+    def __init__(self, made: "partial[jax.Array]"):
         self._parts = made.func, made.args, tuple(sorted(made.keywords.items()))
 
     def __call__(self, *args: Any) -> jax.Array:
@@ -81,7 +81,8 @@ def generate(
     for name, ids in (("stop_tokens", tuple(stop_tokens)), ("pad_token", (pad_token,))):
         must = f"{name} must lie in [0, {config.vocab_size})"
         fits = all(0 <= token < config.vocab_size for token in ids)
-        checks.require(fits, "generate", must, **{name: ids})
+        got: dict[str, Any] = {name: ids}
+        checks.require(fits, "generate", must, **got)
     draws = sampler is not ops.greedy
     must = "a sampler that draws needs a key, and greedy takes none"
     hint = "Pass key=jax.random.key(seed)." if draws else "Pass sampler=partial(top_p, p=0.9)."

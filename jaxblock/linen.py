@@ -37,7 +37,7 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
-from jaxblock.parameters import init_leaves, layer_shapes
+from jaxblock.parameters import attention_shapes, init_leaves, layer_shapes
 
 __all__ = [
     "Attention",
@@ -182,7 +182,7 @@ class Attention(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Let the tokens of x [B T D] attend to those before them in their rows."""
         x = checks.activations("Attention", x, self.dtype)
-        params = _params(self, layer_shapes(self.config)["attention"])
+        params = _params(self, attention_shapes(self.config))
         kind = self.config.layer_kinds[self.kind]
         return row_attention(params, x, self.config, kind, positions=positions, mask=mask)
 

@@ -223,9 +223,7 @@ def _summary(groups: Sequence[Group], what: str, count: str) -> Table:
     return table
 
 
-def _print_verdict(
-    wholes: Sequence["WholeModel"], rows: Sequence["Row"], console: Console
-) -> None:
+def _print_verdict(wholes: Sequence["WholeModel"], rows: Sequence["Row"], console: Console) -> None:
     judgements = list(_judgements(wholes, rows))
     failed = sum(not j.ok for j in judgements)
     choices = [reason for whole in wholes for reason in whole.other_reasons]
@@ -238,9 +236,7 @@ def _print_verdict(
             soft_wrap=True,
         )
     else:
-        console.print(
-            f"PASS: {len(judgements)} comparisons", style="bold green", highlight=False
-        )
+        console.print(f"PASS: {len(judgements)} comparisons", style="bold green", highlight=False)
 
 
 def _judgements(wholes: Sequence["WholeModel"], rows: Sequence["Row"]) -> Iterable[Judgement]:

@@ -38,7 +38,7 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
-from jaxblock.parameters import init_leaves, init_params, layer_shapes
+from jaxblock.parameters import attention_shapes, init_leaves, init_params, layer_shapes
 
 __all__ = [
     "Attention",
@@ -240,7 +240,7 @@ class Attention(Branch):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
-        shapes = layer_shapes(config)["attention"]
+        shapes = attention_shapes(config)
         super().__init__(init_leaves("Attention", config, shapes, rngs.params(), dtype=param_dtype))
         self.config = config
         self.kind = kind

@@ -5,12 +5,14 @@ strict: the folder must hold the very tree that its configuration describes.
 """
 
 import json
+import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +80,8 @@ def load_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Params]:
 
     Raises: ConfigError for a config.json that is not understood. CheckpointError, with all
       findings, for a folder without parameters, and for leaves that are missing, unexpected, of
-      another shape or no floats: before any of them is read.
+      another shape or no floats: before any of them is read. Orbax keeps no checksum of the values:
+      a bit that flips in one goes unnoticed.
     """
     import orbax.checkpoint as ocp
 
@@ -91,11 +94,8 @@ def load_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Params]:
         for path, leaf in leaves.items()
     }
     source = Path(folder).absolute() / PARAMS
-    with ocp.StandardCheckpointer() as checkpointer:
-        try:
-            return config, checkpointer.restore(source, unflatten(wanted))
-        except Exception as error:  # whatever Orbax raises on damaged files
-            _unreadable(source, error)
+    with _reading(source), ocp.StandardCheckpointer() as checkpointer:
+        return config, checkpointer.restore(source, unflatten(wanted))
 
 
 def open_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Leaves]:
@@ -112,15 +112,14 @@ def open_orbax(folder: str | os.PathLike[str]) -> tuple[DecoderConfig, Leaves]:
 
     config = DecoderConfig.from_hf(folder)
     source = Path(folder).absolute() / PARAMS
-    try:
-        with ocp.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.metadata(source).item_metadata.tree
-            found = {
-                path: jax.ShapeDtypeStruct(array.shape, array.dtype)
-                for path, array in flatten(tree)
-            }
-    except Exception as error:  # whatever Orbax raises on what is none of its folders
-        _unreadable(source, error)
+    with _reading(source), ocp.StandardCheckpointer() as checkpointer:
+        about = checkpointer.metadata(source).item_metadata
+        if about is None:
+            raise ValueError("metadata or arrays are missing or damaged")
+        found = {
+            path: jax.ShapeDtypeStruct(array.shape, array.dtype)
+            for path, array in flatten(about.tree)
+        }
     _check(source, found, config)
     return config, found
 
@@ -147,10 +146,33 @@ def _check(source: Path, found: Leaves, config: DecoderConfig) -> None:
         raise checkpoint_error(FUNCTION, findings)
 
 
-def _unreadable(source: Path, error: Exception) -> NoReturn:
-    got = f"{type(error).__name__}: {error}".splitlines()[0]
-    must = f"{source} must be a folder that Orbax can read"
-    raise checkpoint_error(FUNCTION, [f"{must}; got {got}"]) from error
+@contextmanager
+def _reading(source: Path) -> Iterator[None]:
+    """Whatever Orbax raises on files that are damaged, or none of its own, becomes one finding.
+
+    It also logs a warning, and when one array fails it leaves the others to finish on an event loop
+    that is closed, each of which prints a traceback. Those alone are kept from being printed.
+    """
+    logger = logging.getLogger("absl")
+    level, hook = logger.level, sys.unraisablehook
+
+    def quiet(unraisable: Any) -> None:
+        if "Event loop is closed" not in str(unraisable.exc_value):
+            hook(unraisable)
+
+    logger.setLevel(logging.CRITICAL)
+    sys.unraisablehook = quiet
+    try:
+        yield
+    except Exception as error:
+        # The hook stays: nothing tells when the last of them is done.
+        got = f"{type(error).__name__}: {error}".splitlines()[0]
+        must = f"{source} must be a folder that Orbax can read"
+        raise checkpoint_error(FUNCTION, [f"{must}; got {got}"]) from error
+    else:
+        sys.unraisablehook = hook
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

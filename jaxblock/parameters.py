@@ -60,6 +60,13 @@ def layer_shapes(config: DecoderConfig) -> Shapes:
     return unflatten({path: shape[1:] for path, shape in flatten(layers)})
 
 
+def attention_shapes(config: DecoderConfig) -> Shapes:
+    """`layers/attention` of `config.parameter_shapes()` for one layer."""
+    attention = layer_shapes(config)["attention"]
+    assert isinstance(attention, dict)
+    return attention
+
+
 def init_leaves(
     function: str, config: DecoderConfig, shapes: Shapes, key: PRNGKeyArray, *, dtype: DTypeLike
 ) -> Params:

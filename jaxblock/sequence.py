@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 
-def token_order(batch_size: int, length: int, mask: jax.Array | None) -> Int32[Array, "B T"]:
-    """The index of each token among the real ones of its row, from 0."""
+def token_order(shape: tuple[int, ...], mask: jax.Array | None) -> Int32[Array, "B T"]:
+    """The index of each token [B T] among the real ones of its row, from 0."""
     if mask is None:
-        return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch_size, length))
+        return jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
     return jnp.maximum(jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
 
 

@@ -1,10 +1,9 @@
 """The loss of next tokens, and a train step by optax."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Integer
 
@@ -13,6 +12,9 @@ from jaxblock.config import DecoderConfig
 from jaxblock.decoder import forward
 from jaxblock.ops import checks
 from jaxblock.parameters import Params
+
+if TYPE_CHECKING:  # Whoever trains imports it; `import jaxblock` stays light without.
+    import optax
 
 
 class TrainState(NamedTuple):
@@ -25,7 +27,7 @@ class TrainState(NamedTuple):
     """
 
     params: Params
-    opt_state: optax.OptState
+    opt_state: Any
     step: Int32[Array, ""]
 
 
@@ -33,11 +35,11 @@ class Metrics(NamedTuple):
     """What is known after a step: mean loss in nats a token, tokens counted, gradient norm."""
 
     loss: Float[Array, ""]
-    count: Float[Array, ""]
+    num_tokens: Float[Array, ""]
     gradient_norm: Float[Array, ""]
 
 
-def init_train_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+def init_train_state(params: Params, optimizer: "optax.GradientTransformation") -> TrainState:
     """state = params, the optimizer's initial state, step 0
 
     Args:
@@ -82,7 +84,7 @@ def train_step(
     state: TrainState,
     tokens: Integer[Array, "B T"],
     config: DecoderConfig,
-    optimizer: optax.GradientTransformation,
+    optimizer: "optax.GradientTransformation",
     *,
     mask: Bool[Array, "B T"] | None = None,
     dtype: DTypeLike | None = None,
@@ -103,6 +105,8 @@ def train_step(
 
     Precision: gradients have the dtypes of the parameters; see `init_train_state` about moments.
     """
+    import optax
+
     _check_opt_state(state, optimizer)
 
     def total(params):
@@ -120,7 +124,7 @@ def train_step(
     return TrainState(params, opt_state, state.step + 1), metrics
 
 
-def _check_opt_state(state: TrainState, optimizer: optax.GradientTransformation) -> None:
+def _check_opt_state(state: TrainState, optimizer: "optax.GradientTransformation") -> None:
     def describe(tree: Any) -> Any:
         return jax.tree.map(lambda leaf: (jnp.shape(leaf), str(jnp.result_type(leaf))), tree)
 

@@ -329,9 +329,7 @@ def _beyond_rounding(
     )
 
 
-def _choices(
-    ours: jax.Array, theirs: Tensor, exact: Tensor, error: float
-) -> tuple[Choice, ...]:
+def _choices(ours: jax.Array, theirs: Tensor, exact: Tensor, error: float) -> tuple[Choice, ...]:
     """Where the likeliest tokens differ; `error` is the largest of PyTorch's logits."""
     jax_tokens, torch_tokens = (to_numpy(x)[0].argmax(-1) for x in (ours, theirs))
     return tuple(

@@ -64,9 +64,12 @@ def test_case_on_the_torch_side(case, torch_ref):
 
 
 def test_the_cases_were_read():
-    assert len(CASES) == 73
-    assert {case.function for case in CASES} == set(jaxblock.ops.__all__)
-    assert sum(case.error is not None for case in CASES) == 14
+    assert len(CASES) == 103
+    # The others are tested in files of their own alone.
+    without = {"attention", "greedy", "next_token_labels", "sample", "top_k", "top_p"}
+    without |= {"rotary_magnitude"}
+    assert {case.function for case in CASES} == set(jaxblock.ops.__all__) - without
+    assert sum(case.error is not None for case in CASES) == 21
     assert any(case.needs_x64 for case in CASES) and any(case.jitted for case in CASES)
 
 

@@ -114,7 +114,7 @@ def test_every_layer_lands_in_its_slice(tmp_path):
     checkpoint = load(tmp_path, tensors, num_hidden_layers=12, arguments=arguments)
     for leaf in jax.tree.leaves(checkpoint.params["layers"]):
         for layer in range(12):
-            assert (leaf[layer] == layer).all()
+            assert (np.asarray(leaf)[layer] == layer).all()
     report = checkpoint.report
     assert (report.num_tensors, report.num_leaves) == (3 + 12 * 9, 11)
     num_bytes = sum(x.nbytes for x in tensors.values())
@@ -366,6 +366,24 @@ def test_all_findings_come_at_once(tmp_path):
         load_checkpoint(tmp_path)
     text = str(raised.value)
     assert "config.json: rope_theta must be" in text and "model.safetensors" in text
+
+
+def test_what_only_the_configuration_claims_costs_nothing(tmp_path):
+    tensors = random_llama()
+    for name in list(tensors):
+        if ".mlp." in name:
+            tensors[name.replace(".mlp.", ".mlp.experts.0.")] = tensors.pop(name)
+    sizes = {"num_experts": 2**31 - 1, "num_experts_per_tok": 1, "moe_intermediate_size": F}
+    text = refused(tmp_path, tensors, "qwen3_moe", **sizes)
+    assert "3 layers of 2147483647 experts must have a tensor each; got" in text
+    # A table of 2^30 frequencies is not computed to be compared with one of 2.
+    name = "model.layers.1.self_attn.rotary_emb.inv_freq"
+    table = {name: np.ones(2, np.float32)}
+    sizes = {"vocab_size": 2**31 - 1, "head_dim": 2**31 - 2, "num_attention_heads": 2**31 - 1}
+    sizes |= {"num_key_value_heads": 1, "hidden_size": 2**31 - 1}
+    text = refused(tmp_path, random_llama() | table, **sizes)
+    assert f"{name} must be the rotary table" in text
+    assert "model.embed_tokens.weight must have the shape [2147483647, 2147483647]" in text
 
 
 def with_biases(tensors, names):

@@ -108,7 +108,7 @@ def refused(*arguments, **keywords):
 def folder(tmp_path_factory):
     """A tied bfloat16 Llama with a tokenizer whose last three tokens have no row."""
     folder = tmp_path_factory.mktemp("cli") / "model"
-    config = config_of(tie_word_embeddings=True, eos_token_id=256)
+    config = config_of(tie_word_embeddings=True, eos_token_id=256, pad_token_id=261)
     save_checkpoint(folder, config, random_params(config, "bfloat16"))
     added = [f"<{name}>" for name in ("end", "1", "2", "3", "4", "over", "board", "gone")]
     byte_level(added).save(str(folder / "tokenizer.json"))
@@ -215,7 +215,8 @@ def test_inspect_reads_headers_and_reports_the_gap(folder, tmp_path, monkeypatch
     assert "GAP: 264 tokens, largest id 263, and the table has 261 rows. 3 tokens have" in text
     assert "<over> 261, <board> 262, <gone> 263" in text
     found = json.loads(file.read_text())
-    config = config_of(tie_word_embeddings=True, eos_token_id=256)
+    assert "GAP: pad_token_id is 261, and the table has 261 rows" in text
+    config = config_of(tie_word_embeddings=True, eos_token_id=256, pad_token_id=261)
     shapes = {"/".join(path): list(shape) for path, shape in flatten(config.parameter_shapes())}
     assert {leaf: about["shape"] for leaf, about in found["parameters"].items()} == shapes
     assert {about["dtype"] for about in found["parameters"].values()} == {"bfloat16"}
@@ -470,6 +471,7 @@ def test_what_generate_refuses(folder, tmp_path):
     assert "at least one token" in generate_in(folder, input="\n")
     assert "got the token 263" in generate_in(folder, "--prompt", "a<gone>")
     assert "--top-k or --top-p" in generate_in(folder, "--prompt=a", "--top-k=2", "--top-p=0.5")
+    assert "must not exceed V=261" in generate_in(folder, "--prompt=a", "--top-k=262")
     for option in ("--top-p=0", "--temperature=inf", "--temperature=-1", "--max-new-tokens=0"):
         assert option.split("=")[0] in generate_in(folder, "--prompt=a", option)
 

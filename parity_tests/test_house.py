@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,13 +14,23 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
+from helpers import equations
 
 import jaxblock
 from jaxblock import ops
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = [getattr(ops, name) for name in ops.__all__]
-STEMS = ("normalization", "feed_forward", "embedding")
+STEMS = (
+    "normalization",
+    "feed_forward",
+    "embedding",
+    "rotary",
+    "attention",
+    "moe",
+    "cross_entropy",
+    "sampling",
+)
 each_function = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 
 
@@ -115,6 +126,28 @@ OTHER_LAYER = dict(
 )
 NORMAL = dict(embedding=TABLE, vocab_size=9, fill="normal", key=KEYS[0])
 
+QUERIES, ROW_KEYS = random(10, 2, 3, 4, 6), random(11, 2, 5, 2, 6)
+ANGLES = random(12, 2, 3, 3)
+SEEN = jnp.asarray(np.random.default_rng(13).random((2, 1, 3, 5)) > 0.3)
+LABELS = jnp.array([[1, 5, -100], [0, 2, 7]])
+LOGITS = random(14, 2, 3, 8)
+ROWS = random(15, 2, 3, 4)
+COUNTED = dict(
+    labels=LABELS.at[0, 0].set(3),
+    # Another id that is ignored makes -100 a bad one, so this pair of values goes together.
+    ignore_index=7,
+    num_valid=6,
+    label_smoothing=0.1,
+    z_loss=0.1,
+    weights=jnp.abs(random(16, 2, 3)),
+)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
+EXPERTS = dict(
+    x=ROWS, router=random(17, 4, 5), gate_up=random(18, 5, 4, 2, 6), down=random(19, 5, 6, 4)
+)
+DRAW = dict(logits=random(20, 50, 8), key=KEYS[0])
+OTHER_DRAW = dict(logits=-random(20, 50, 8), key=KEYS[1], temperature=3.0, num_valid=3)
+
 # function -> (arguments of a call, another value of each parameter).
 LIVE = {
     "rms_norm": (
@@ -151,12 +184,66 @@ LIVE = {
         NORMAL,
         dict(embedding=2 * TABLE, vocab_size=10, fill="mean", allow_shrink=True, key=KEYS[1]),
     ),
+    "rotary_frequencies": (
+        dict(head_dim=6, theta=100.0),
+        dict(head_dim=8, theta=50.0, scaling=YARN, rotary_dim=4),
+    ),
+    "rotary_magnitude": (dict(scaling=None), dict(scaling=YARN)),
+    "rotary_cos_sin": (
+        dict(positions=TOKENS, frequencies=random(21, 3)),
+        dict(positions=TOKENS + 1, frequencies=random(22, 3), magnitude=2.0),
+    ),
+    "apply_rotary": (
+        dict(x=QUERIES, cos=ANGLES, sin=ANGLES),
+        dict(x=2 * QUERIES, cos=2 * ANGLES, sin=2 * ANGLES, pairing="interleaved"),
+    ),
+    "attention": (
+        dict(q=QUERIES, k=ROW_KEYS, v=ROW_KEYS, scale=1.0),
+        dict(
+            q=2 * QUERIES,
+            k=2 * ROW_KEYS,
+            v=2 * ROW_KEYS,
+            scale=0.5,
+            causal=False,
+            window=2,
+            softcap=1.0,
+            mask=SEEN,
+        ),
+    ),
+    "route_top_k": (
+        dict(router_logits=random(23, 3, 5), num_active=2, renormalize=False),
+        dict(router_logits=-random(23, 3, 5), num_active=3, renormalize=True),
+    ),
+    "moe_swiglu": (
+        dict(**EXPERTS, num_active=2, renormalize=False),
+        dict(**{name: -value for name, value in EXPERTS.items()}, num_active=3, renormalize=True),
+    ),
+    "cross_entropy": (dict(logits=LOGITS, labels=LABELS), dict(logits=2 * LOGITS, **COUNTED)),
+    "linear_cross_entropy": (
+        dict(x=ROWS, embedding=TABLE, labels=LABELS, chunk_size=2),
+        dict(x=2 * ROWS, embedding=2 * TABLE, chunk_size=4, softcap=1.0, **COUNTED),
+    ),
+    "next_token_labels": (
+        dict(tokens=LABELS),
+        dict(tokens=LABELS + 1, mask=LABELS == 5, ignore_index=-1),
+    ),
+    "greedy": (dict(logits=random(20, 50, 8)), dict(logits=-random(20, 50, 8), num_valid=3)),
+    "sample": (DRAW, OTHER_DRAW),
+    "top_k": (dict(**DRAW, k=3), dict(**OTHER_DRAW, k=2)),
+    "top_p": (dict(**DRAW, p=0.9), dict(**OTHER_DRAW, p=0.2)),
 }
 # Where a call with the other value alone would be refused for another reason.
 ALONG = {
     ("unpack_gate_up", "layout"): dict(block_size=None),
     ("resize_embedding", "fill"): dict(key=None),
+    # -100 is a bad label where another one is ignored.
+    ("cross_entropy", "ignore_index"): dict(labels=LABELS.at[0, 2].set(7)),
+    ("linear_cross_entropy", "ignore_index"): dict(labels=LABELS.at[0, 2].set(7)),
+    ("cross_entropy", "num_valid"): dict(labels=jnp.array([[1, 5, -100], [0, 2, -100]])),
+    ("linear_cross_entropy", "num_valid"): dict(labels=jnp.array([[1, 5, -100], [0, 2, -100]])),
 }
+# How a result is computed, and not what it is.
+WITHOUT_TRACE = {("resize_embedding", "allow_shrink"), ("linear_cross_entropy", "chunk_size")}
 
 
 def results(function, arguments):
@@ -169,7 +256,7 @@ def results(function, arguments):
         (name, parameter)
         for name, (_, others) in LIVE.items()
         for parameter in others
-        if parameter != "allow_shrink"
+        if (name, parameter) not in WITHOUT_TRACE
     ],
 )
 def test_every_parameter_is_live(name, parameter):
@@ -185,6 +272,17 @@ def test_allow_shrink_is_live():
     with pytest.raises(ValueError, match="allow_shrink"):
         jaxblock.resize_embedding(TABLE, 7)
     assert jaxblock.resize_embedding(TABLE, 7, allow_shrink=True).shape == (7, 4)
+
+
+def test_chunk_size_is_live():
+    """This one decides how much is held at once."""
+
+    def largest(chunk_size):
+        loss = partial(jaxblock.linear_cross_entropy, chunk_size=chunk_size)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda x: loss(x, TABLE, LABELS)[0]))(ROWS)
+        return max(output.aval.size for equation in equations(jaxpr) for output in equation.outvars)
+
+    assert largest(6) == 6 * TABLE.shape[0] > largest(2)
 
 
 def test_the_table_of_parameters_is_complete():

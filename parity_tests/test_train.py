@@ -48,7 +48,7 @@ def test_a_donated_tied_state_learns(params):
         state, metrics = step(state, TOKENS, mask=MASK)
         assert state.step == number + 1
         losses.append(float(metrics.loss))
-    assert metrics.count == 5 + 3 + 5 + 5
+    assert metrics.num_tokens == 5 + 3 + 5 + 5
     # Normed activations on rows of variance 1 / D: logits of variance 1.
     assert losses[0] == pytest.approx(np.log(13) + 0.5, rel=0.2)
     assert losses[-1] < 0.5 * losses[0]
@@ -102,7 +102,7 @@ def test_a_batch_without_anything_to_learn(params):
     optimizer = optax.sgd(1.0)
     state = jaxblock.init_train_state(params, optimizer)
     after, metrics = jaxblock.train_step(state, TOKENS[:, :1], CONFIG, optimizer)
-    assert (metrics.loss, metrics.count, metrics.gradient_norm) == (0, 0, 0)
+    assert (metrics.loss, metrics.num_tokens, metrics.gradient_norm) == (0, 0, 0)
     jax.tree.map(np.testing.assert_array_equal, after.params, params)
 
 

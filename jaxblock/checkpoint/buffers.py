@@ -11,9 +11,9 @@ from jaxblock.config import DecoderConfig
 from jaxblock.config.groups import RotaryConfig
 from jaxblock.ops.rotary import rotary_frequencies
 
-# transformers before 4.32 and between 4.38 and 4.39; Meta's Llama 1 and 2.
+# Of older releases of transformers, by layer and for all; of Meta's Llama 1 and 2.
 _NAMES = re.compile(
-    r"(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.rotary_emb\.inv_freq"
+    r"(?:model\.)?layers\.(?P<layer>\d{1,9})\.self_attn\.rotary_emb\.inv_freq"
     r"|(?:model\.)?rotary_emb\.inv_freq"
     r"|rope\.freqs"
 )

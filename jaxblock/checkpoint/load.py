@@ -11,7 +11,7 @@ import numpy as np
 from jaxblock.checkpoint.atomic import current
 from jaxblock.checkpoint.fill import Progress, fill
 from jaxblock.checkpoint.meta import meta_source, open_pickled
-from jaxblock.checkpoint.plan import DTYPES, FUNCTION, _check, open_source, plan  # noqa: F401
+from jaxblock.checkpoint.plan import DTYPES, FUNCTION, open_source, plan
 from jaxblock.checkpoint.report import LoadReport
 from jaxblock.checkpoint.source import Source
 from jaxblock.config import DecoderConfig
@@ -124,8 +124,3 @@ def _load(
     )
     params = unflatten({tuple(path.split("/")): leaf for path, leaf in leaves.items()})
     return Checkpoint(planned.config, params, report)
-
-
-# For jaxblock.commands.contents, until it calls `plan` itself.
-def _open(path: Path, rope_scaling_factor: float | None) -> Source:
-    return open_source(path, rope_scaling_factor=rope_scaling_factor)

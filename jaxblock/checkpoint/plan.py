@@ -180,7 +180,7 @@ def _rows(placement: Placement) -> str:
     if len(placement.parts) == 1:
         return ""
     rows = [
-        f"rows {part.rows.start} to {part.rows.stop - 1} {part.leaf.rsplit('/')[-1]}"
+        f"rows {part.rows.start} to {part.rows.stop - 1} {part.leaf.split('/')[-1]}"
         for part in placement.parts
     ]
     return f" ({', '.join(rows)})"

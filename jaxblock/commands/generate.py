@@ -54,7 +54,9 @@ def generate(
             help="Draw from the fewest tokens alone that together have the probability P.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of what is drawn.")] = 0,
+    seed: Annotated[
+        int, typer.Option(metavar="N", min=0, max=2**31 - 1, help="Of what is drawn.")
+    ] = 0,
     dtype: Annotated[
         Dtype | None,
         typer.Option(
@@ -79,6 +81,8 @@ def generate(
 
     with findings_as_text():
         config = DecoderConfig.from_hf(folder)
+    if top_k is not None and top_k > config.vocab_size:
+        stop(f"generate: --top-k must not exceed V={config.vocab_size}; got top_k={top_k}")
     tokenizer = _load_tokenizer(folder)
     stop_tokens = _stop_tokens(folder, config)
     ids = tokenizer.encode(_read_prompt() if prompt is None else prompt).ids

@@ -121,7 +121,7 @@ def inspection(
         "config": config.to_hf(),
         "tie": found.tie,
         "tokenizer": _tokenizer(path, config),
-        "notes": list(found.notes),
+        "notes": [*_special_tokens_without_row(config), *found.notes],
         "parameters": {
             leaf: {**about._asdict(), "elements": about.size, "bytes": about.bytes}
             for leaf, about in found.leaves.items()
@@ -192,6 +192,16 @@ def _tokenizer(path: Path, config: "DecoderConfig") -> dict[str, Any]:
         "rows": config.vocab_size,
         "without_row": {name: id for id, name in without_row},
     }
+
+
+def _special_tokens_without_row(config: "DecoderConfig") -> list[str]:
+    special = asdict(config.special_tokens)
+    special |= {f"eos_token_ids[{i}]": id for i, id in enumerate(special.pop("eos_token_ids"))}
+    return [
+        f"GAP: {name} is {id}, and the table has {config.vocab_size:,} rows"
+        for name, id in special.items()
+        if id is not None and id >= config.vocab_size
+    ]
 
 
 # Printing -----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -267,7 +267,8 @@ def _bias(function: str, name: str, bias: jax.Array | None, kernel: jax.Array) -
         return None
     (bias,) = checks.floating(function, **{name: bias})
     must = f"{name} must have the shape of what its kernel makes of one token"
-    checks.require(bias.shape == kernel.shape[1:], function, must, kernel=kernel, **{name: bias})
+    got: dict[str, Any] = {name: bias, "kernel": kernel}
+    checks.require(bias.shape == kernel.shape[1:], function, must, **got)
     return bias
 
 

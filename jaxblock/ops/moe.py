@@ -85,8 +85,8 @@ def moe_swiglu(
       logits, weights, silu, products of elements and the sum over experts are float32; rounded to
       16 bits are the gate/up product, the hidden values times their weight, and y, once each.
       The backward pass keeps x, the routing and the gate/up product. A row of NaN reaches no other
-      row. Under `vmap` the products of the experts run one example after the other: leading axes
-      are faster. Reverse mode, and forward over reverse; not forward mode alone.
+      row, only gradients of weights. Under `vmap` the products of the experts run one example after
+      the other: leading axes are faster. Reverse mode, and forward over reverse; not forward alone.
 
     Differs from torch: transformers rounds router logits and each expert's result to 16 bits, for
       Qwen3-MoE the weights too, and adds up in 16 bits.
