@@ -665,6 +665,39 @@ def test_shards_that_are_not_whole(tmp_path):
         load_checkpoint(tmp_path / "nowhere")
 
 
+def test_damaged_files_are_refused_or_loaded_whole(tmp_path):
+    # A bit of the header or of the configuration turned, or the end cut off: an error of ours, or
+    # a model with every leaf (a digit of eps, for example, can be any other).
+    tensors = {name: x for name, x in random_llama(L=1).items() if name != "lm_head.weight"}
+    folder = write_safetensors_folder(
+        tmp_path, tensors, num_hidden_layers=1, tie_word_embeddings=True
+    )
+    random = np.random.default_rng(0)
+    outcomes = {"refused": 0, "loaded": 0}
+    for name in ("model.safetensors", "config.json"):
+        whole = (folder / name).read_bytes()
+        reach = int.from_bytes(whole[:8], "little") + 8 if name != "config.json" else len(whole)
+        for case in range(80):
+            damaged = bytearray(whole)
+            if case % 8 == 0:
+                del damaged[random.integers(len(whole)) :]
+            else:
+                damaged[random.integers(reach)] ^= 1 << random.integers(8)
+            (folder / name).write_bytes(damaged)
+            try:
+                checkpoint = load_checkpoint(folder)
+            except CheckpointError as error:
+                assert error.findings
+                outcomes["refused"] += 1
+            else:
+                shapes = dict(flatten(checkpoint.config.parameter_shapes()))
+                leaves = dict(flatten(checkpoint.params))
+                assert {path: leaf.shape for path, leaf in leaves.items()} == shapes
+                outcomes["loaded"] += 1
+        (folder / name).write_bytes(whole)
+    assert outcomes["refused"] > 100 and outcomes["loaded"] > 0, outcomes
+
+
 # --- Saving --------------------------------------------------------------------------------------
 
 

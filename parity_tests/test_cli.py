@@ -469,6 +469,8 @@ def test_what_generate_refuses(folder, tmp_path):
     assert "must be able to read" in generate_in(bare, "--prompt", "a")
     assert "at least one token" in generate_in(folder, "--prompt", "")
     assert "at least one token" in generate_in(folder, input="\n")
+    assert "must be text in UTF-8" in generate_in(folder, input=b"a\xff")
+    assert "must be text in UTF-8" in generate_in(folder, "--prompt", "a\udcff")
     assert "got the token 263" in generate_in(folder, "--prompt", "a<gone>")
     assert "--top-k or --top-p" in generate_in(folder, "--prompt=a", "--top-k=2", "--top-p=0.5")
     assert "must not exceed V=261" in generate_in(folder, "--prompt=a", "--top-k=262")

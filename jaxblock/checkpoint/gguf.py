@@ -14,6 +14,7 @@ from jaxblock.checkpoint.findings import checkpoint_error
 from jaxblock.checkpoint.gguf_file import GGUFFile, open_gguf
 from jaxblock.checkpoint.layout import GGUF
 from jaxblock.checkpoint.source import Source
+from jaxblock.checkpoint.stored import StoredTensor
 from jaxblock.config import ConfigError, DecoderConfig, RopeScaling
 from jaxblock.config.reader import Reader, number, one_of, size, token
 from jaxblock.ops.rotary import rotary_frequencies
@@ -31,24 +32,21 @@ def gguf_source(path: Path) -> Source:
     """
     file = open_gguf(path)
     tensors = dict(file.tensors)
+    factors = tensors.pop(_FACTORS, None)
     findings: list[str] = []
     dropped: list[str] = []
-    entries = _entries(file, findings)
-    if _FACTORS in tensors and not findings:
-        scaling = _llama3(tensors.pop(_FACTORS).read(), entries)
-        if scaling is None:
-            must = f"{_FACTORS} must be the factors of a llama3 scaling"
-            findings.append(f"{must}; got others in {path}")
-        else:
-            entries["rope_scaling"] = scaling
-            dropped.append(f"{_FACTORS}, the llama3 scaling of the configuration")
     config = None
-    if not findings:
-        try:
+    entries = _entries(file, findings)
+    try:
+        if not findings:
             config = DecoderConfig.from_hf(entries)
-        except ConfigError as error:
-            findings += [f"metadata as a config.json: {finding}" for finding in error.findings]
-    if config is None:
+        if config is not None and factors is not None:
+            entries["rope_scaling"] = _llama3(factors, config, findings)
+            config = DecoderConfig.from_hf(entries)
+            dropped.append(f"{_FACTORS}, the llama3 scaling of the configuration")
+    except ConfigError as error:
+        findings += [f"metadata as a config.json: {finding}" for finding in error.findings]
+    if config is None or findings:
         raise checkpoint_error("load_checkpoint", findings)
     return Source(
         format="llama, a GGUF file",
@@ -115,24 +113,32 @@ def _entries(file: GGUFFile, findings: list[str]) -> dict[str, Any]:
 
 def _decimal(value: Any) -> float:
     """The constant that was rounded to float32 for the file: 1e-5, not 9.99999974e-6."""
-    return float(str(np.float32(number()(value))))
+    with np.errstate(over="ignore"):  # An infinite one is refused as such.
+        return float(str(np.float32(number()(value))))
 
 
-def _llama3(factors: np.ndarray, entries: dict[str, Any]) -> RopeScaling | None:
-    """The scaling whose frequencies are the plain ones divided by `factors`, if there is one.
+def _llama3(stored: StoredTensor, config: DecoderConfig, findings: list[str]) -> RopeScaling | None:
+    """The scaling whose frequencies are the plain ones divided by the stored factors.
 
     All published files share three of its constants; the fourth is the largest factor.
     """
-    head_dim, theta = entries["head_dim"], entries["rope_theta"]
-    if factors.shape != (head_dim // 2,) or not np.isfinite(factors).all() or factors.max() < 1:
-        return None
-    scaling = RopeScaling(
-        rope_type="llama3",
-        factor=float(factors.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_position_embeddings=8192,
-    )
-    plain = np.asarray(rotary_frequencies(head_dim, theta=theta))
-    scaled = np.asarray(rotary_frequencies(head_dim, theta=theta, scaling=scaling))
-    return scaling if np.allclose(plain / factors, scaled, rtol=1e-5, atol=0.0) else None
+    (kind,) = config.layer_kinds
+    rotary = kind.rotary
+    factors = np.ones(0)
+    if stored.shape == (rotary.rotary_dim // 2,):
+        factors = stored.read().astype(np.float64)
+    if rotary.scaling is None and factors.size and 0.99 < factors.min() <= factors.max() < np.inf:
+        scaling = RopeScaling(
+            rope_type="llama3",
+            factor=max(1.0, float(factors.max())),
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        )
+        plain = np.asarray(rotary_frequencies(rotary.rotary_dim, theta=rotary.theta))
+        scaled = rotary_frequencies(rotary.rotary_dim, theta=rotary.theta, scaling=scaling)
+        if np.allclose(plain / factors, np.asarray(scaled), rtol=1e-5, atol=0.0):
+            return scaling
+    must = f"{_FACTORS} must be the factors of a llama3 scaling, and the only one"
+    findings.append(f"{must}; got {stored.dtype}{list(stored.shape)} in {stored.file}")
+    return None

@@ -142,10 +142,13 @@ def open_pickled(folder: str | os.PathLike[str]) -> list[dict[str, StoredTensor]
             findings.append(f"{path} must be a file of tensors; got {got}")
             continue
         if not isinstance(loaded, dict) or not all(
-            isinstance(name, str) and isinstance(value, torch.Tensor)
+            isinstance(name, str)
+            and isinstance(value, torch.Tensor)
+            and value.dtype in (torch.float32, torch.float16, torch.bfloat16)
             for name, value in loaded.items()
         ):
-            findings.append(f"{path} must hold a dict of tensors, and nothing else")
+            must = "a dict of tensors of float32, float16 or bfloat16"
+            findings.append(f"{path} must hold {must}, and nothing else")
             continue
         shards.append({name: _pickled(name, value, path) for name, value in loaded.items()})
     if findings:

@@ -93,6 +93,7 @@ def save_checkpoint(
         for placement in placements(config, hugging_face(config.model_type))
     }
     shards = _shards(tensors, limit)
+    beside = [] if tokenizer_from is None else _tokenizer_files(Path(tokenizer_from))
     total = sum(_size(*tensors[name]) for name in tensors)
     done = 0
 
@@ -115,8 +116,8 @@ def save_checkpoint(
             weight_map = {name: file for file, names in shards.items() for name in names}
             _write_json(new / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(new / "config.json", entries)
-        if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), new)
+        for path in beside:
+            shutil.copyfile(path, new / path.name)
 
 
 def _checked(
@@ -230,10 +231,9 @@ def _write_json(path: Path, entries: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy_tokenizer(folder: Path, target: Path) -> None:
+def _tokenizer_files(folder: Path) -> list[Path]:
     found = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()]
     if not found:
         must = "tokenizer_from must be a folder with tokenizer files"
         raise checkpoint_error(FUNCTION, [f"{must}; got {folder}"])
-    for path in found:
-        shutil.copyfile(path, target / path.name)
+    return found

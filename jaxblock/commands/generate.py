@@ -1,6 +1,8 @@
 """`jaxblock generate`: a prompt goes on, token by token."""
 
+import io
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -85,7 +87,7 @@ def generate(
         stop(f"generate: --top-k must not exceed V={config.vocab_size}; got top_k={top_k}")
     tokenizer = _load_tokenizer(folder)
     stop_tokens = _stop_tokens(folder, config)
-    ids = tokenizer.encode(_read_prompt() if prompt is None else prompt).ids
+    ids = tokenizer.encode(_read_prompt(prompt)).ids
     _check_prompt(ids, config, max_new_tokens)
 
     import jax
@@ -113,6 +115,9 @@ def generate(
     )
     say(f"Compiled in {time.perf_counter() - began:.1f} s")
 
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # An old terminal cannot show every character.
+        sys.stdout.reconfigure(errors="replace")
     text = stream.TextStream(tokenizer, ids)
     times = [time.perf_counter()]
     ended = "the most that were asked for"
@@ -196,13 +201,16 @@ def _stop_tokens(folder: Path, config: "DecoderConfig") -> list[int]:
     return sorted(token for token in found if 0 <= token < config.vocab_size)
 
 
-def _read_prompt() -> str:
-    if sys.stdin.isatty():
+def _read_prompt(prompt: str | None) -> str:
+    """The option, or standard input. Either may hold bytes that are no text."""
+    if prompt is None and sys.stdin.isatty():
         say("The prompt, ended by Ctrl-D:")
     try:
-        return sys.stdin.read().removesuffix("\n")
-    except UnicodeDecodeError as error:
+        data = sys.stdin.buffer.read() if prompt is None else os.fsencode(prompt)
+        text = data.decode("utf-8")
+    except UnicodeError as error:
         stop(f"generate: the prompt must be text in UTF-8; got {error}")
+    return text.removesuffix("\n") if prompt is None else text
 
 
 def _check_prompt(ids: list[int], config: "DecoderConfig", max_new_tokens: int) -> None:

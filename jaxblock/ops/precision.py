@@ -133,4 +133,9 @@ def _contract_flat(a, b, a_axes, b_axes):
         length *= a.shape[axis]
     a = a.transpose(*a_free, *a_axes).reshape(-1, length)
     b = b.transpose(*b_free, *b_axes).reshape(-1, length)
-    return _contract(a, b, (1,), (1,)).reshape(shape)
+    # A product of one row has no fast kernel there: 2.9 to 20 ms where two rows take 0.8 ms. A
+    # decode step consists of such products.
+    rows = a.shape[0]
+    if rows == 1:
+        a = jnp.concatenate([a, a])
+    return _contract(a, b, (1,), (1,))[:rows].reshape(shape)
