@@ -1,5 +1,9 @@
 """The key/value cache: what decoding keeps of the tokens before.
 
+Numbers of 16 bits are kept as their bit patterns, in uint16, which costs nothing anywhere: XLA's
+CPU backend moves floats of 16 bits by way of float32, and would convert the whole cache, there and
+back, to write one token.
+
 A token's slot is its index among the real tokens of its row, so rows of different lengths, padded
 left, right or in between, lie in the cache as if each were alone. Layers with a window keep the
 window only: a ring in which the token of index p has the slot p modulo the ring's size.
@@ -9,8 +13,9 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks
@@ -22,16 +27,18 @@ class Cache:
     """Keys and values of the tokens so far; a pytree.
 
     Attributes:
-      keys, values: for each of `config.layer_kinds` [L' B S K H], its layers in order. S is
-        `capacity`, or the window where that is shorter.
+      keys, values: for each of `config.layer_kinds` [L' B S K H], its layers in order; bit patterns
+        if `dtype` has 16 bits. S is `capacity`, or the window where that is shorter.
       lengths: [B], the tokens so far of each row.
       capacity: the most tokens that a row may have; static.
+      dtype: of keys and values; static.
     """
 
-    keys: tuple[Float[Array, "L B S K H"], ...]
-    values: tuple[Float[Array, "L B S K H"], ...]
+    keys: tuple[Shaped[Array, "L B S K H"], ...]
+    values: tuple[Shaped[Array, "L B S K H"], ...]
     lengths: Int32[Array, "B"]
     capacity: int = field(metadata={"static": True})
+    dtype: jnp.dtype = field(metadata={"static": True})
 
 
 def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DTypeLike) -> Cache:
@@ -49,16 +56,18 @@ def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DT
     """
     batch_size = checks.size("init_cache", "batch_size", batch_size)
     length = checks.size("init_cache", "length", length)
-    checks.choice("init_cache", "dtype", jnp.dtype(dtype).name, checks.FLOAT_DTYPES)
+    dtype = jnp.dtype(dtype)
+    checks.choice("init_cache", "dtype", dtype.name, checks.FLOAT_DTYPES)
     K, H = config.attention.num_key_value_heads, config.attention.head_dim
+    stored = jnp.uint16 if dtype.itemsize == 2 else dtype
 
     def zeros() -> tuple[jax.Array, ...]:
         return tuple(
-            jnp.zeros((config.layers.count(index), batch_size, slots, K, H), dtype)
+            jnp.zeros((config.layers.count(index), batch_size, slots, K, H), stored)
             for index, slots in enumerate(cache_slots(config, length))
         )
 
-    return Cache(zeros(), zeros(), jnp.zeros(batch_size, jnp.int32), length)
+    return Cache(zeros(), zeros(), jnp.zeros(batch_size, jnp.int32), length, dtype)
 
 
 def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
@@ -67,17 +76,29 @@ def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
 
 
 def write(
-    stack: Float[Array, "L B S K H"],
+    stack: Shaped[Array, "L B S K H"],
     layer: int | Int32[Array, ""],
     new: Float[Array, "B T K H"],
     slots: Int32[Array, "B T"],
-) -> Float[Array, "L B S K H"]:
+    dtype: jnp.dtype,
+) -> Shaped[Array, "L B S K H"]:
     """The stack with `new` in these slots of this layer; slots of S or more are left out.
 
     In place where the stack is not needed any more: in a loop, or donated.
     """
+    new = new.astype(dtype)
+    if stack.dtype != dtype:
+        new = lax.bitcast_convert_type(new, stack.dtype)
     rows = jnp.arange(new.shape[0])[:, None]
-    return stack.at[layer, rows, slots].set(new.astype(stack.dtype), mode="drop")
+    return stack.at[layer, rows, slots].set(new, mode="drop")
+
+
+def read(
+    stack: Shaped[Array, "L B S K H"], layer: int | Int32[Array, ""], dtype: jnp.dtype
+) -> Float[Array, "B S K H"]:
+    """Keys or values of one layer."""
+    held = stack[layer]
+    return held if held.dtype == dtype else lax.bitcast_convert_type(held, dtype)
 
 
 def slots_of(

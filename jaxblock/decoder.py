@@ -8,6 +8,7 @@ between and hold any id: each row comes out as if it were alone, and positions c
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from jaxblock.block import (
     norm,
     rotary_angles,
 )
-from jaxblock.cache import Cache, held, slots_of, write
+from jaxblock.cache import Cache, held, read, slots_of, write
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks
 from jaxblock.parameters import check_params
@@ -180,7 +181,9 @@ def _forward(
         return decoder_block(layer, x, config, angles=angles[kind], attend=attend)
 
     embedding = _embed(params, tokens, config, dtype)
-    x, _, blocks = _run_layers(params["layers"], embedding, None, config, run_layer, keep_blocks)
+    x, _, blocks = _run_layers(
+        params["layers"], embedding, None, config, run_layer, keep=keep_blocks
+    )
     final_norm, logits = _logits(params, x, config)
     return Activations(embedding, blocks, final_norm, logits)
 
@@ -206,15 +209,16 @@ def _extend(
         def attend(q, k, v):
             old = [stack[kind] for stack in stacks]
             new = [
-                write(stack, index, rows, slots) for stack, rows in zip(old, (k, v), strict=True)
+                write(stack, index, rows, slots, cache.dtype)
+                for stack, rows in zip(old, (k, v), strict=True)
             ]
             if tokens.shape[1] == 1 or size == cache.capacity:
-                k, v = (stack[index].astype(q.dtype) for stack in new)
+                k, v = (read(stack, index, cache.dtype).astype(q.dtype) for stack in new)
                 keys = held(lengths, size)
             else:
                 # Of a ring, later tokens of this piece overwrite what earlier ones must see.
                 k, v = (
-                    jnp.concatenate([stack[index].astype(q.dtype), rows], axis=1)
+                    jnp.concatenate([read(stack, index, cache.dtype).astype(q.dtype), rows], axis=1)
                     for stack, rows in zip(old, (k, v), strict=True)
                 )
                 piece = jnp.where(real, order, -1)
@@ -241,13 +245,15 @@ def _extend(
     x = _embed(params, tokens, config, None)
     # The stacks are carried, not scanned over, so that XLA updates them in place.
     stacks = (cache.keys, cache.values)
-    x, (keys, values), _ = _run_layers(params["layers"], x, stacks, config, run_layer, False)
+    x, (keys, values), _ = _run_layers(
+        params["layers"], x, stacks, config, run_layer, scan_parameters=False
+    )
     last = tokens.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)
     _, logits = _logits(params, x[:, 0], config)
     undefined = (lengths > cache.capacity) | ~jnp.any(real, axis=1)
     logits = jnp.where(undefined[:, None], jnp.nan, logits)
-    return logits, Cache(keys, values, lengths, cache.capacity)
+    return logits, replace(cache, keys=keys, values=values, lengths=lengths)
 
 
 def _run_layers(
@@ -256,42 +262,71 @@ def _run_layers(
     state: Any,
     config: DecoderConfig,
     run_layer: Callable[..., tuple[jax.Array, Any]],
-    keep: bool,
+    *,
+    keep: bool = False,
+    scan_parameters: bool = True,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Run the layers in order: a scan over each segment, with its pattern of kinds unrolled.
 
-    `run_layer` gets the layer's parameters, x, the state, the index of its kind, and its own index
-    among the layers of this kind. With `keep`, x after every layer is returned, stacked.
+    Args:
+      layers: their parameters, stacked.
+      x, state: what goes through them.
+      config: the decoder.
+      run_layer: gets the layer's parameters, x, the state, the index of its kind, and its own index
+        among the layers of this kind.
+      keep: return x after every layer, stacked.
+      scan_parameters: parameters are scanned over, so that their gradients are made layer by layer.
+        False looks each layer's up, which is as fast or faster where nothing is differentiated.
     """
     kept = []
     before = [0] * len(config.layer_kinds)  # Layers of each kind in earlier segments.
     for segment in config.segments():
-        pattern, repeats = segment.pattern, segment.repeats
-        stop = segment.start + len(pattern) * repeats
+        pattern, start = segment.pattern, segment.start
+        stop = start + len(pattern) * segment.repeats
 
-        def run_pattern(carry, scanned, pattern=pattern, before=tuple(before)):
+        def run_pattern(carry, scanned, pattern=pattern, start=start, before=tuple(before)):
             x, state = carry
             repeat, group = scanned
+            if group is None:
+                group = _look_up(layers, start + repeat * len(pattern), len(pattern))
             outputs = []
-            for place, kind in enumerate(pattern):
-                layer = jax.tree.map(lambda leaf, place=place: leaf[place], group)
+            for place, (layer, kind) in enumerate(zip(group, pattern, strict=True)):
                 earlier = before[kind] + pattern[:place].count(kind)
                 index = repeat * pattern.count(kind) + earlier
                 x, state = run_layer(layer, x, state, kind, index)
                 outputs.append(x)
             return (x, state), jnp.stack(outputs) if keep else None
 
-        def group(leaf, segment=segment, stop=stop):
-            leaf = leaf[segment.start : stop]
-            return leaf.reshape(segment.repeats, len(segment.pattern), *leaf.shape[1:])
-
-        scanned = jnp.arange(repeats, dtype=jnp.int32), jax.tree.map(group, layers)
+        group = None
+        if scan_parameters:
+            # One stack of layers for each place of the pattern. Not one with an axis for the
+            # places: XLA's CPU backend then copies all parameters into another layout at each call.
+            group = [
+                jax.tree.map(lambda leaf, place=place: leaf[place : stop : len(pattern)], layers)  # noqa: B023
+                for place in range(start, start + len(pattern))
+            ]
+        scanned = jnp.arange(segment.repeats, dtype=jnp.int32), group
         (x, state), outputs = lax.scan(run_pattern, (x, state), scanned)
         if keep:
             kept.append(outputs.reshape(-1, *x.shape))
         for kind in range(len(before)):
-            before[kind] += pattern.count(kind) * repeats
+            before[kind] += pattern.count(kind) * segment.repeats
     return x, state, jnp.concatenate(kept) if keep else None
+
+
+def _look_up(layers: Params, first: jax.Array, count: int) -> list[Params]:
+    """The parameters of `count` layers, from the index `first` on."""
+    # XLA's CPU backend moves floats of 16 bits by way of float32. The barrier ties the stack to the
+    # index; without it all parameters are converted before the loop, at every call: 3.0 ms a layer
+    # for a product of [2, 576] x [576, 1536] that takes 0.5 ms so.
+    layers, first = lax.optimization_barrier((layers, first))
+    return [
+        jax.tree.map(
+            lambda leaf, place=place: lax.dynamic_index_in_dim(leaf, first + place, keepdims=False),
+            layers,
+        )
+        for place in range(count)
+    ]
 
 
 def _embed(
@@ -374,8 +409,9 @@ def _check_cache(
     checks.require(fits, function, "cache must be one of this config", layers=counts)
     if isinstance(cache.lengths, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         return
-    new = tokens.shape[1] if mask is None else jnp.sum(mask, axis=1, dtype=jnp.int32)
-    longest = int(jnp.max(cache.lengths + new))
+    # By NumPy: JAX would trace this inside a `jit` that both were closed over by.
+    new = tokens.shape[1] if mask is None else np.asarray(mask).sum(axis=1)
+    longest = int((np.asarray(cache.lengths) + new).max())
     checks.require(
         longest <= cache.capacity,
         function,

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 LEGEND = """\
 rms, max  error against float64 (torch_ref with the same rounded weights)
 ratio     jax's rms error over torch's
-limit     of jax's rms error: what rounding explains there, or so many times torch's error where
-          that is more (in a whole model: 1.3 in float32; for a component: 2)
+limit     of jax's rms error: what rounding explains at that place alone, or, where that is more,
+          torch's error times a factor: 1.3 for the logits in float32, 1 for those in 16 bits, 1.5
+          for the stages before them (and a little for chance), 2 for a component
 equal     share of elements on which jax and torch agree to the bit
 block     the residual stream after it, each token's row divided by its size (a power of two), as
           the next norm does"""

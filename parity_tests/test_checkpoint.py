@@ -13,7 +13,7 @@ import pytest
 from helpers import assert_same_bits
 
 import jaxblock.checkpoint.save
-from jaxblock.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from jaxblock.checkpoint import CheckpointError, copying, load_checkpoint, save_checkpoint
 from jaxblock.checkpoint.safetensors_file import open_safetensors, write_safetensors
 from jaxblock.ops.rotary import rotary_frequencies
 from jaxblock.parameters import flatten, unflatten
@@ -253,6 +253,24 @@ def test_arrays_of_a_fresh_tree_are_its_own(tmp_path):
 
 
 # --- Dtypes --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_strips_make_no_difference(dtype):
+    # Longer and wider than a strip; as in the rules: a kernel, rotary pairs, experts, one axis.
+    for shape, order in (
+        ((700, 300), (1, 0)),
+        ((65, 4100), (1, 0)),
+        ((3, 70, 2, 500), (3, 0, 2, 1)),
+        ((2, 300, 400), (0, 2, 1)),
+        ((3, 2, 200, 350), (0, 3, 1, 2)),
+        ((200_000,), (0,)),
+    ):
+        values = np.random.default_rng(0).standard_normal(shape).astype(dtype)
+        leaf = copying.empty([shape[axis] for axis in order], values.dtype)
+        assert leaf.ctypes.data % 64 == 0
+        copying.copy(leaf.transpose(np.argsort(order)), values.reshape(-1, shape[-1]))
+        assert_same_bits(leaf, values.transpose(order))
 
 
 def hand_made(path, dtype, data, shape):

@@ -237,7 +237,24 @@ def test_a_window_keeps_a_cache_of_the_window():
     kinds = [kind.window for kind in config.layer_kinds]
     assert kinds == [4, None]
     assert [stack.shape for stack in cache.keys] == [(3, 2, 4, 2, 10), (2, 2, 100, 2, 10)]
-    assert {leaf.dtype.name for leaf in (*cache.keys, *cache.values)} == {"bfloat16"}
+    # Bit patterns, so that the CPU backend does not convert a cache to write a token.
+    assert {leaf.dtype.name for leaf in (*cache.keys, *cache.values)} == {"uint16"}
+    assert cache.dtype == jnp.bfloat16
+
+
+def test_a_step_holds_no_second_copy_of_parameters_or_cache():
+    """In bfloat16, where XLA's CPU backend would convert both to float32, layer stacks whole."""
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "head_dim": 32}
+    _, config = tiny_model("mistral", **sizes)
+    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+    cache = jaxblock.init_cache(config, 2, 500, dtype=jnp.bfloat16)
+    step = jax.jit(jaxblock.decode_step, static_argnames="config", donate_argnames="cache")
+    tokens = jnp.zeros(2, jnp.int32)
+    memory = step.lower(params, tokens, cache, config).compile().memory_analysis()
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(params))
+    assert largest > 700_000
+    assert memory.temp_size_in_bytes < largest / 2
+    assert memory.alias_size_in_bytes >= sum(leaf.nbytes for leaf in cache.keys + cache.values)
 
 
 def test_past_the_end_of_the_cache():
