@@ -68,7 +68,8 @@ def load(path: Path) -> BothModels:
 def _load_torch(path: Path, config: DecoderConfig) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    folder, source = path, {"local_files_only": True}
+    folder = path
+    source: dict[str, Any] = {"local_files_only": True}
     if path.is_file():
         folder, source["gguf_file"] = path.parent, path.name
     options: dict[str, Any] = {}
@@ -79,7 +80,7 @@ def _load_torch(path: Path, config: DecoderConfig) -> tuple[Any, Any]:
         # Its grouped products take only sizes that are multiples of 16 bytes.
         options["experts_implementation"] = "eager"
     try:
-        model, findings = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True, **options, **source
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
@@ -88,6 +89,7 @@ def _load_torch(path: Path, config: DecoderConfig) -> tuple[Any, Any]:
             f"load: transformers must be able to read the checkpoint; got {path.name}, "
             f"{type(error).__name__}: {error}"
         ) from error
+    model, findings = loaded
     findings = {what: sorted(found) for what, found in findings.items() if found}
     if findings:
         raise ModelError(f"load: the checkpoint must fill PyTorch's model exactly; got {findings}")

@@ -120,8 +120,9 @@ def prefill(
     """logits, cache = those of each row's last real token, and the cache with the row in it
 
     Args:
-      params, tokens, config: as `forward`.
+      params, tokens: as `forward`.
       cache: of `init_cache`, or as an earlier call returned it: a prompt may come in pieces.
+      config: as `forward`.
       mask: true where a token is real; None means everywhere.
 
     Returns: logits as `unembed` gives them, and the new cache. A row without a real token has
@@ -143,10 +144,11 @@ def decode_step(
     """logits, cache = those after one more token in each row
 
     Args:
-      params, config: as `forward`.
+      params: as `forward`.
       tokens: the next id of each row.
       cache: of `prefill`. Jit this function and donate the cache, and it is updated in place:
         jax.jit(decode_step, static_argnames="config", donate_argnames="cache").
+      config: as `forward`.
 
     Returns: logits as `unembed` gives them, and the new cache.
 

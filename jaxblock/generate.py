@@ -51,8 +51,9 @@ def generate(
     """tokens[:, t + 1] = sampler(logits after tokens[:, : t + 1])
 
     Args:
-      params, config: as `forward`; the config is static under `jit`.
+      params: as `forward`.
       tokens: the prompts.
+      config: as `forward`.
       max_new_tokens: the most tokens added to a row, at least 1.
       mask: true where a token of the prompts is real: padding left or right. The new tokens of
         every row start in column T.

@@ -30,8 +30,8 @@ block     the residual stream after it, each token's row divided by its size (a 
           the next norm does"""
 
 LEGEND_LOGITS = """\
-logits    two dtypes: PyTorch rounds its logits to 16 bits, jaxblock returns float32. A component's
-          are judged by the float32 bound alone. For 'equal', jaxblock's are rounded like PyTorch's"""
+logits    two dtypes: PyTorch rounds its logits to 16 bits, jaxblock returns float32; for 'equal'
+          they are rounded too. Those of the component alone are judged by the float32 bound"""
 
 # No line is cut where the output is a file or a narrow window.
 LEAST_WIDTH = 120

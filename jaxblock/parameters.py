@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -72,14 +73,24 @@ def init_leaves(
 ) -> Params:
     """`init_params` for a part of the tree."""
     checks.choice(function, "dtype", jnp.dtype(dtype).name, checks.FLOAT_DTYPES)
-    paths = dict(flatten(shapes))
-    keys = jax.random.split(key, len(paths))
-    return unflatten(
-        {
-            path: _initial(config, path, shape, leaf_key, dtype)
-            for (path, shape), leaf_key in zip(paths.items(), keys, strict=True)
-        }
-    )
+    leaves = tuple(flatten(shapes))
+    return unflatten(_draw(key, leaves=leaves, config=config, dtype=jnp.dtype(dtype)))
+
+
+# Jitted, so that a call outside `jit` is one compiled program and not a dozen for every leaf.
+@partial(jax.jit, static_argnames=("leaves", "config", "dtype"), inline=True)
+def _draw(
+    key: jax.Array,
+    *,
+    leaves: tuple[tuple[Path, tuple[int, ...]], ...],
+    config: DecoderConfig,
+    dtype: jnp.dtype,
+) -> dict[Path, jax.Array]:
+    keys = jax.random.split(key, len(leaves))
+    return {
+        path: _initial(config, path, shape, leaf_key, dtype)
+        for (path, shape), leaf_key in zip(leaves, keys, strict=True)
+    }
 
 
 def _initial(

@@ -49,6 +49,8 @@ def init_train_state(params: Params, optimizer: "optax.GradientTransformation") 
       optimizer: of optax.
 
     Returns: `TrainState`.
+
+    Raises: whatever the optimizer does.
     """
     with jax.numpy_dtype_promotion("standard"):
         return TrainState(params, optimizer.init(params), jnp.asarray(0, jnp.int32))
@@ -95,8 +97,9 @@ def train_step(
       state: of `init_train_state` or of the last step. Jit this function with its donation:
         jax.jit(train_step, static_argnames=("config", "optimizer", "dtype"),
         donate_argnames="state").
-      tokens, config, mask, dtype: as `next_token_loss`.
+      tokens, config: as `next_token_loss`.
       optimizer: of optax; the one that the state was made with.
+      mask, dtype: as `next_token_loss`.
 
     Returns: the next state, and `Metrics`.
 

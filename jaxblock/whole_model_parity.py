@@ -38,9 +38,9 @@ class Factors(NamedTuple):
     largest: float
 
 
-# Nothing but rounding is behind these errors, so both frameworks' are alike, and how much so depends
-# on the order in which each adds. Alone, the float32 products of XLA's CPU backend err up to 1.25
-# times as much as PyTorch's (root mean square); silu, exp and rsqrt add little to that.
+# Nothing but rounding is behind these errors, so both frameworks' are alike; by how much they
+# differ depends on the order in which each adds. Alone, the float32 products of XLA's CPU backend
+# err up to 1.25 times as much as PyTorch's (root mean square); silu, exp and rsqrt add little.
 LOGITS_FLOAT32 = Factors(1.3, 2.0)
 # jaxblock rounds less often than PyTorch: neither logits nor cos and sin nor silu(gate). So it may
 # err no more; the largest error is one draw.
@@ -377,7 +377,7 @@ def _continuation(
     T = tokens.shape[1]
     ours, theirs = (row[0, T:] for row in rows)
     # Where logits are NaN, jaxblock goes on with ids of -1.
-    texts = [both.tokenizer.decode(row[row >= 0]) for row in (ours, theirs)]
+    jax_text, torch_text = (both.tokenizer.decode(row[row >= 0]) for row in (ours, theirs))
     parted = None
     reasons: list[str] = []
     if differ := np.flatnonzero(ours != theirs).tolist():
@@ -391,6 +391,5 @@ def _continuation(
                 f"greedy token {first + 1} is {parted.jax} in jax, {parted.torch} in torch, "
                 f"{parted.gap:.2g} nats apart"
             )
-    return Continuation(
-        tuple(ours.tolist()), tuple(theirs.tolist()), *texts, parted, tuple(reasons)
-    )
+    jax_tokens, torch_tokens = tuple(ours.tolist()), tuple(theirs.tolist())
+    return Continuation(jax_tokens, torch_tokens, jax_text, torch_text, parted, tuple(reasons))

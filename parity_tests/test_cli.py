@@ -18,14 +18,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
-from jaxblock import cli, costs, ops, orbax_folder, stream
+from jaxblock import cli, costs, ops, orbax_folder
 from jaxblock.cache import init_cache
 from jaxblock.checkpoint import CheckpointError, save_checkpoint
 from jaxblock.checkpoint.layout import META, placements
 from jaxblock.checkpoint.stored import Origin
 from jaxblock.config import DecoderConfig
 from jaxblock.decoder import decode_step, prefill
-from jaxblock.describe import describe
+from jaxblock.commands import stream
+from jaxblock.commands.describe import describe
 from jaxblock.generate import generate
 from jaxblock.parameters import flatten, unflatten
 

@@ -76,6 +76,8 @@ def save_checkpoint(
       tokenizer_from: a folder whose tokenizer files are copied; `folder` itself is allowed.
       progress: is called with the bytes written so far and all bytes to be written.
 
+    Returns: nothing.
+
     Raises: CheckpointError, with all findings, for a tree that does not fit the configuration, a
       leaf that is no array, and dtypes that are not float32, float16 or bfloat16. FileExistsError
       if what `folder` leads to is no checkpoint. ValueError for a `max_shard_size` that is no size.

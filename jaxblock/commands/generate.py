@@ -93,7 +93,7 @@ def generate(
     import jax
     import jax.numpy as jnp
 
-    from jaxblock import stream
+    from jaxblock.commands import stream
     from jaxblock.commands.loading import load
 
     began = time.perf_counter()

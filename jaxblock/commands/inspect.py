@@ -97,7 +97,7 @@ def inspection(
     """Everything that is shown, as JSON values."""
     from jaxblock import costs
     from jaxblock.commands.contents import itemsize
-    from jaxblock.describe import describe
+    from jaxblock.commands.describe import describe
 
     config = found.config
     number = dtype or found.dtype or "float32"
