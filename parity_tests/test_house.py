@@ -370,8 +370,8 @@ def part(module):
 
 
 # From the ground up: a part imports parts of floors below its own, and the libraries beside it.
-# torch stands in no part of the decoder but `checkpoint`, which reads pickled files through it where
-# it is asked to.
+# torch stands in no part of the decoder but `checkpoint`, which reads pickled files through it
+# where it is asked to.
 FLOORS = [
     {"ops": {"jax", "jaxtyping", "numpy"}},
     {"config": set(), "sequence": {"jax", "jaxtyping"}},

@@ -10,11 +10,17 @@ import torch
 from transformers import AutoTokenizer
 
 import jaxblock
-from jaxblock import both_models, decoder, smollm2, whole_model_parity
+from jaxblock import both_models, decoder, smollm2
 from jaxblock.checkpoint import load_checkpoint, save_checkpoint
 from jaxblock.parity.arrays import to_jax, to_numpy
 from jaxblock.parity.compare import rms
-from jaxblock.whole_model_parity import compare_whole
+from jaxblock.whole_model_parity import (
+    Reference,
+    compare_whole,
+    jax_stages,
+    torch_generate,
+    torch_stages,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -48,7 +54,7 @@ def both(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("HF_HUB_OFFLINE", "1")
     patch.setenv("TQDM_DISABLE", "1")
-    # Two processes on two cores: PyTorch's threads would spend their time waiting for each other.
+    # As the suite runs a process a core: PyTorch's threads would wait for each other.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     file = smollm2.fetch()
@@ -69,74 +75,76 @@ def prompt(both):
 
 
 @pytest.fixture(scope="module")
-def in_float32(both, prompt):
-    return compare_whole(both, prompt, "float32", new_tokens=NEW_TOKENS)
+def logits(both, prompt):
+    """In float32: of jaxblock, of PyTorch, and in float64."""
+    run = jax.jit(jaxblock.forward, static_argnames="config")
+    with torch.no_grad():
+        theirs = both.model(prompt, use_cache=False).logits
+    exact = Reference(both.params, both.config).stages(prompt)["logits"]
+    return np.asarray(run(both.params, to_jax(prompt), both.config)), theirs.numpy(), exact.numpy()
 
 
-def test_float32_logits_are_as_good_as_pytorchs(in_float32):
-    """The factors of the issue, without any allowance beside them."""
-    logits = in_float32.stages[-1]
-    assert logits.name == "logits" and logits.jax.size == LENGTH * 49152
-    assert 0 < logits.jax.rms_error <= 1.3 * logits.torch.rms_error
-    assert logits.jax.max_abs_error <= 2 * logits.torch.max_abs_error
-    # PyTorch's are those of a right model: two float32 digits in 1e7 of logits of size 10.
-    assert 2e-6 < logits.torch.rms_error < 2e-5
+def errors(logits, exact):
+    """Root mean square, and largest."""
+    error = logits.astype(np.float64) - exact
+    return rms(error), float(np.abs(error).max())
 
 
-def test_every_stage_in_float32_passes(in_float32):
-    assert in_float32.reasons == ()
-    assert [stage.name for stage in in_float32.stages] == [
-        "embedding",
-        *(f"block {index}" for index in range(30)),
-        "final norm",
-        "logits",
-    ]
-    embedding, *others = in_float32.stages
-    assert embedding.between.share_equal == 1.0
-    assert all(stage.jax.rms_error > 0 and stage.torch.rms_error > 0 for stage in others)
+def test_float32_logits_are_as_good_as_pytorchs(logits):
+    ours, theirs, exact = logits
+    assert ours.shape == (1, LENGTH, 49152)
+    (our_rms, our_largest), (their_rms, their_largest) = (errors(x, exact) for x in (ours, theirs))
+    assert 0 < our_rms <= 1.3 * their_rms
+    assert our_largest <= 2 * their_largest
+    # What was measured of another PyTorch: 8.6e-6.
+    assert 5e-6 < their_rms < 1e-5
+    np.testing.assert_array_equal(ours.argmax(-1), exact.argmax(-1))
+    np.testing.assert_array_equal(theirs.argmax(-1), exact.argmax(-1))
 
 
-def test_the_text_is_the_same_token_for_token(both, in_float32):
-    assert in_float32.choices == ()  # every argmax of the prompt is equal
-    continuation = in_float32.continuation
-    assert len(continuation.jax) == NEW_TOKENS
-    assert continuation.jax == continuation.torch and continuation.parted is None
-    text = both.tokenizer.decode(continuation.jax)
-    assert text == continuation.jax_text == continuation.torch_text and " the " in text
+def test_the_text_is_the_same_token_for_token(both, prompt):
+    row = jaxblock.generate(both.params, to_jax(prompt), both.config, max_new_tokens=NEW_TOKENS)
+    theirs = torch_generate(both.model, prompt, NEW_TOKENS)
+    assert theirs.shape == (1, LENGTH + NEW_TOKENS)
+    np.testing.assert_array_equal(row, theirs)
+    assert " the " in both.tokenizer.decode(theirs[0, LENGTH:])
 
 
-def test_bfloat16_logits_are_at_least_as_good_as_pytorchs(both, prompt):
-    with both_models.rounded(both, "bfloat16") as params:
-        ours = whole_model_parity.jax_stages(params, prompt, both.config)["logits"]
-        theirs = whole_model_parity.torch_stages(both.model, prompt)["logits"]
-        reference = whole_model_parity.Reference(params, both.config).stages(prompt)["logits"]
-    errors = [rms(to_numpy(x).astype(np.float64) - reference.numpy()) for x in (ours, theirs)]
-    assert theirs.dtype == torch.bfloat16
-    assert 0.05 < errors[0] <= errors[1]
-    # And the weights are the originals again.
-    assert {p.dtype for p in both.model.parameters()} == {torch.float32}
-
-
-def test_a_cache_gives_the_logits_of_the_whole_row(both, prompt):
-    """16 steps from a cache filled in two pieces, judged as the whole row is."""
-    config, tokens = both.config, to_jax(prompt)[:, :48]
-    exact = whole_model_parity.Reference(both.params, config).stages(prompt[:, :48])["logits"]
-    whole = jax.jit(jaxblock.forward, static_argnames="config")(both.params, tokens, config)
+def test_a_cache_gives_the_logits_of_the_whole_row(both, prompt, logits):
+    """Two pieces of a prompt and 15 steps, judged as the whole row is."""
+    ours, _, exact = (x[0, 31:47] for x in logits)
+    config, tokens = both.config, to_jax(prompt)
     cache = jaxblock.init_cache(config, 1, 48, dtype=jnp.float32)
     read = jax.jit(jaxblock.prefill, static_argnames="config")
     step = jax.jit(jaxblock.decode_step, static_argnames="config")
     _, cache = read(both.params, tokens[:, :16], cache, config)
-    logits, cache = read(both.params, tokens[:, 16:32], cache, config)
-    steps = [logits]
-    for place in range(32, 48):
-        logits, cache = step(both.params, tokens[:, place], cache, config)
-        steps.append(logits)
-    exact = exact[0, 31:].numpy()
-    stepwise = rms(np.concatenate(steps).astype(np.float64) - exact)
-    at_once = rms(np.asarray(whole)[0, 31:].astype(np.float64) - exact)
-    # Products of one row add in another order than those of 48. Two errors of 17 * D roundings each
-    # are within 5 % by chance; the rest is that order.
-    assert 0 < stepwise <= 1.5 * at_once
+    steps, cache = read(both.params, tokens[:, 16:32], cache, config)
+    steps = [steps]
+    for place in range(32, 47):
+        row, cache = step(both.params, tokens[:, place], cache, config)
+        steps.append(row)
+    # Products of one row add in another order than those of 256; no more than that.
+    stepwise, at_once = errors(np.concatenate(steps), exact), errors(ours, exact)
+    assert 0 < stepwise[0] <= 1.5 * at_once[0]
+
+
+def test_bfloat16_logits_are_as_good_as_pytorchs(both, prompt):
+    """All tokens look at the first, whose error is then in all of them: one draw of few. PyTorch's
+    own is 0.117 with one thread and 0.127 with two; the issue's figure is 0.138."""
+    with both_models.rounded(both, "bfloat16") as params:
+        ours = jax_stages(params, prompt, both.config)["logits"]
+        exact = Reference(params, both.config).stages(prompt)["logits"].numpy()
+        theirs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            theirs.append(torch_stages(both.model, prompt)["logits"])
+        torch.set_num_threads(1)
+    assert {x.dtype for x in theirs} == {torch.bfloat16}
+    their_rms = [errors(to_numpy(x), exact)[0] for x in theirs]
+    assert 0.05 < errors(np.asarray(ours), exact)[0] <= max(their_rms)
+    assert max(their_rms) <= 0.138
+    # And the weights are the originals again.
+    assert {p.dtype for p in both.model.parameters()} == {torch.float32}
 
 
 # Planted faults -----------------------------------------------------------------------------------
@@ -147,7 +155,7 @@ SHORT = 16
 @pytest.fixture(scope="module")
 def short(both, prompt):
     """The short comparison; its text is made by PyTorch alone, as compiling ours takes seconds."""
-    row = to_jax(whole_model_parity._torch_generate(both.model, prompt[:, :SHORT], 2))
+    row = to_jax(torch_generate(both.model, prompt[:, :SHORT], 2))
 
     def given(params, tokens, config, *, max_new_tokens):
         return row

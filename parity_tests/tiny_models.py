@@ -7,7 +7,7 @@ can be sent through as well as values.
 
 import numpy as np
 import torch
-from test_config import tiny
+from test_config import LINEAR, LLAMA3, YARN, tiny
 from test_config_transformers import build, model_of, randomize
 
 from jaxblock.config import DecoderConfig
@@ -24,11 +24,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 10,
 }
+# Rows go beyond the length that a scaled rotary table was made from.
+SHORT = {"original_max_position_embeddings": 4}
 CHANGES = {
-    "llama": {"head_dim": 10, "attention_bias": True, "mlp_bias": True},
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": LLAMA3 | SHORT},
     "mistral": {"sliding_window": 4},
     "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0},
-    "qwen3": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": True, "rope_scaling": YARN | SHORT},
     "gemma": {},
     "gemma2": {
         "sliding_window": 4,
@@ -36,7 +38,7 @@ CHANGES = {
         "attn_logit_softcapping": 2.0,
         "num_hidden_layers": 4,
     },
-    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2},
+    "gemma3_text": {"sliding_window": 4, "sliding_window_pattern": 2, "rope_scaling": LINEAR},
     "phi3": {"sliding_window": 4, "partial_rotary_factor": 0.6},
     "olmo2": {"attention_bias": True},
     "mixtral": {"sliding_window": 4},

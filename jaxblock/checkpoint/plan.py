@@ -111,7 +111,7 @@ def open_source(path: Path, *, rope_scaling_factor: float | None = None) -> Sour
 
 def _hugging_face_source(folder: Path) -> Source:
     findings: list[str] = []
-    notes: list[str] = []
+    notes = ["rotary pairs: halves of a head, in the files as in the tree"]
     config, tensors = None, {}
     try:
         config = DecoderConfig.from_hf(folder)
