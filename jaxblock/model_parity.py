@@ -10,7 +10,7 @@ weight that went to the wrong layer, or was turned the wrong way, shows, and sho
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -179,6 +179,7 @@ def compare_calls(
     calls: Mapping[str, Call],
     tree: Mapping[str, Any],
     functions: Functions = Functions(),
+    places: Sequence[Site] | None = None,
 ) -> Iterator[Row]:
     """Repeat the recorded calls through the jitted functions and judge both results in float64.
 
@@ -187,6 +188,7 @@ def compare_calls(
       calls: of `record`.
       tree: its parameters in the same dtype.
       functions: what to test.
+      places: where; None means everywhere.
 
     Yields: one row a site, as soon as it is known.
     """
@@ -198,7 +200,7 @@ def compare_calls(
         "swiglu": jax.jit(functions.swiglu),
         "unembed": jax.jit(functions.unembed),
     }
-    for site in sites(config):
+    for site in sites(config) if places is None else places:
         call = calls[site.module]
         with jax.default_matmul_precision(MATMUL_PRECISION):
             result = jitted[site.component](to_jax(call.input), *site.parameters(tree))

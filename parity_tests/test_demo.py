@@ -32,6 +32,7 @@ pytestmark = pytest.mark.torch
 LAYERS = 30
 CALLS = 1 + (2 * LAYERS + 1) + LAYERS + 1
 STAGES = 1 + LAYERS + 2
+NEW_TOKENS = 24
 PROMPT = "In the year 1905 a young clerk in the patent office of Bern"
 
 # What `jaxblock parity` sets for its own process would stay set in this one.
@@ -59,7 +60,10 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
-    """One whole run with its JSON file, and the model that it loaded, for the tests below."""
+    """One whole run with its JSON file, and the model that it loaded, for the tests below.
+
+    The text is shorter than the user's: test_smollm2 has it whole.
+    """
     file = tmp_path_factory.mktemp("demo") / "parity.json"
     loaded = []
     load = both_models.load
@@ -73,6 +77,8 @@ def demo(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(both_models, "load", load_and_keep)
+        compare_whole = partial(whole_model_parity.compare_whole, new_tokens=NEW_TOKENS)
+        patch.setattr(whole_model_parity, "compare_whole", compare_whole)
         # pip runs in a process of its own; nothing in this one may ask the network.
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
@@ -156,12 +162,13 @@ def test_the_demo_writes_the_same_english_in_both_frameworks(demo):
     """A wrongly read file would give other text, or none that one can read."""
     result, document, _ = demo
     continuation = document["whole_model"][0]["continuation"]
-    assert continuation["jax"] == continuation["torch"] and len(continuation["jax"]) == 64
+    assert continuation["jax"] == continuation["torch"]
+    assert len(continuation["jax"]) == NEW_TOKENS
     assert continuation["parted"] is None
     words = continuation["jax_text"].split()
-    assert {"the", "library"} <= set(words) and len(words) > 40
+    assert {"the", "library"} <= set(words) and len(words) > 15
     assert "float32: the likeliest token is the same after all" in result.stdout
-    assert "Greedy: 64 of 64 tokens equal." in result.stdout
+    assert f"Greedy: {NEW_TOKENS} of {NEW_TOKENS} tokens equal." in result.stdout
     assert result.stdout.count(" ".join(words[:4])) >= 2  # side by side
     other = document["whole_model"][1]["continuation"]
     assert other["parted"] is None or other["parted"]["tie"]
@@ -209,10 +216,16 @@ def test_a_fault_gives_exit_status_1(demo, tmp_path, monkeypatch):
 
 
 def failures(recording, dtype, *, tree=None, **faulty):
-    """The names of the calls that are judged to differ, with faulty functions or another tree."""
+    """The names of the calls that are judged to differ, with faulty functions or another tree.
+
+    With a faulty function, of the calls of that function: the others are as they were.
+    """
     config, recorded = recording
     calls, right_tree = recorded[dtype]
-    rows = model_parity.compare_calls(config, calls, tree or right_tree, Functions(**faulty))
+    places = [site for site in model_parity.sites(config) if not faulty or site.component in faulty]
+    rows = model_parity.compare_calls(
+        config, calls, tree or right_tree, Functions(**faulty), places
+    )
     return [row.judgement.name for row in rows if not row.judgement.ok]
 
 
@@ -379,7 +392,7 @@ def test_a_folder_of_another_family_is_compared_whole(folder, model_type):
     arguments = (str(folder(model_type)), "--prompt", "a cat sat on the old mat and saw that rain")
     result = run(*arguments, "--dtype", "float32")
     assert result.exit_code == 0, result.output
-    assert "PASS: 8 comparisons" in result.stdout
+    assert "FAIL" not in result.stdout and "ok   block 3" in result.stdout
     assert "64 of 64 tokens equal" in result.stdout and "| component" not in result.stdout
     assert "Comparing whole models alone" in result.stderr
 

@@ -161,3 +161,38 @@ def test_a_step_of_adamw_is_that_of_torch(params):
             # smaller: 1e-5 where a gradient nearly vanishes.
             assert np.abs(update - torch_update).max() < 1e-4
             assert np.sqrt(np.mean((update - torch_update) ** 2)) < 1e-5
+
+
+def test_gradients_of_sharded_parameters(params):
+    """B71: the tied table cut by rows, heads and F cut too; two batch shapes in turn."""
+    P = jax.sharding.PartitionSpec
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("model",))
+    config, params = jaxblock.resize_vocabulary(CONFIG, params, 14)
+    config, params = jaxblock.pad_vocabulary(config, params, 16)
+    cut = {
+        "embedding": P("model"),
+        "q": P(None, None, "model"),
+        "o": P(None, "model"),
+    }
+
+    def place(path, leaf):
+        spec = cut.get(path[-1].key, P())
+        return jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec))
+
+    sharded = jax.tree_util.tree_map_with_path(place, params)
+    assert not sharded["embedding"].sharding.is_fully_replicated
+
+    @jax.jit
+    def run(params, tokens):
+        def loss(params):
+            return jaxblock.next_token_loss(params, tokens, config)[0]
+
+        return jax.value_and_grad(loss)(params)
+
+    for length in (6, 4):
+        (value, gradient) = run(sharded, TOKENS[:, :length])
+        (alone, expected) = run(params, TOKENS[:, :length])
+        assert float(value) == pytest.approx(float(alone), rel=1e-6)
+        for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+            assert np.isfinite(one).all()
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * np.abs(other).max())
