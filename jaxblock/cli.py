@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from jaxblock import __version__
+from jaxblock.commands.bench import bench
 from jaxblock.commands.convert import convert
 from jaxblock.commands.generate import generate
 from jaxblock.commands.inspect import inspect
@@ -41,7 +42,7 @@ def options(
     """The decoder block for JAX, with proof."""
 
 
-for command in (inspect, generate, convert, parity):
+for command in (inspect, generate, convert, parity, bench):
     app.command()(command)
 
 

@@ -5,6 +5,7 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -371,6 +372,10 @@ def test_dtypes_follow_x_and_nothing_is_promoted(dtype, other):
     assert jax.eval_shape(embed, i32(1), table).dtype == table.dtype
 
 
-def test_every_function_is_covered_here():
+def test_every_function_is_covered():
+    """Here, or in the file of its own, by the start of the message that it must give."""
     covered = {function_name(case) for case in SHAPES_AND_DTYPES + OPTIONS}
-    assert covered == set(jaxblock.ops.__all__)
+    stems = ("rotary", "attention", "moe", "cross_entropy", "sampling")
+    texts = [Path(__file__).with_name(f"test_{stem}.py").read_text() for stem in stems]
+    for name in set(jaxblock.ops.__all__) - covered:
+        assert any(f"{name}: " in text for text in texts), name

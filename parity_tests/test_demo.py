@@ -22,10 +22,11 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 import jaxblock
-from jaxblock import both_models, cli, model_parity, smollm2, whole_model_parity
-from jaxblock.both_models import ModelError
+from jaxblock import cli
 from jaxblock.commands import parity
-from jaxblock.model_parity import Functions
+from jaxblock.model_parity import both_models, components, smollm2, whole_model
+from jaxblock.model_parity.both_models import ModelError
+from jaxblock.model_parity.components import Functions
 
 pytestmark = pytest.mark.torch
 
@@ -77,8 +78,8 @@ def demo(tmp_path_factory):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(both_models, "load", load_and_keep)
-        compare_whole = partial(whole_model_parity.compare_whole, new_tokens=NEW_TOKENS)
-        patch.setattr(whole_model_parity, "compare_whole", compare_whole)
+        compare_whole = partial(whole_model.compare_whole, new_tokens=NEW_TOKENS)
+        patch.setattr(whole_model, "compare_whole", compare_whole)
         # pip runs in a process of its own; nothing in this one may ask the network.
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
@@ -95,7 +96,7 @@ def recording(demo):
 
     def record(dtype):
         with both_models.rounded(both, dtype) as params:
-            return model_parity.record(both, tokens), params
+            return components.record(both, tokens), params
 
     return both.config, {dtype: record(dtype) for dtype in ("float32", "bfloat16")}
 
@@ -190,13 +191,13 @@ def test_a_fault_gives_exit_status_1(demo, tmp_path, monkeypatch):
     _, _, both = demo
     faulty = Functions(swiglu=scaled(jaxblock.swiglu))
     monkeypatch.setattr(both_models, "load", lambda path: both)
-    compare = partial(model_parity.compare_components, functions=faulty)
-    monkeypatch.setattr(model_parity, "compare_components", compare)
+    compare = partial(components.compare_components, functions=faulty)
+    monkeypatch.setattr(components, "compare_components", compare)
     # The whole model on three new tokens, one of them another than PyTorch's.
     wrong = lambda params, tokens, config, max_new_tokens: jnp.append(tokens, ids, axis=1)  # noqa: E731
     ids = jnp.asarray([[28, 28, 28]], jnp.int32)
-    compare_whole = partial(whole_model_parity.compare_whole, new_tokens=3, generate=wrong)
-    monkeypatch.setattr(whole_model_parity, "compare_whole", compare_whole)
+    compare_whole = partial(whole_model.compare_whole, new_tokens=3, generate=wrong)
+    monkeypatch.setattr(whole_model, "compare_whole", compare_whole)
     file = tmp_path / "parity.json"
     result = run("--dtype", "float32", "--prompt", PROMPT, "--json", str(file))
     assert result.exit_code == 1, result.output
@@ -222,10 +223,8 @@ def failures(recording, dtype, *, tree=None, **faulty):
     """
     config, recorded = recording
     calls, right_tree = recorded[dtype]
-    places = [site for site in model_parity.sites(config) if not faulty or site.component in faulty]
-    rows = model_parity.compare_calls(
-        config, calls, tree or right_tree, Functions(**faulty), places
-    )
+    places = [site for site in components.sites(config) if not faulty or site.component in faulty]
+    rows = components.compare_calls(config, calls, tree or right_tree, Functions(**faulty), places)
     return [row.judgement.name for row in rows if not row.judgement.ok]
 
 
@@ -350,7 +349,7 @@ def test_a_judge_of_other_weights_is_caught(recording):
     leaves = tree["layers"]["feed_forward"]
     swapped = leaves["gate_up"].at[3].set(leaves["gate_up"][3, :, ::-1])
     layers = {**tree["layers"], "feed_forward": {**leaves, "gate_up": swapped}}
-    rows = model_parity.compare_calls(
+    rows = components.compare_calls(
         config, {**calls, "model.layers.3.mlp": wrong}, {**tree, "layers": layers}
     )
     (failed,) = [row.judgement for row in rows if not row.judgement.ok]

@@ -10,17 +10,18 @@ import torch
 from transformers import AutoTokenizer
 
 import jaxblock
-from jaxblock import both_models, decoder, smollm2
+from jaxblock import decoder
 from jaxblock.checkpoint import load_checkpoint, save_checkpoint
-from jaxblock.parity.arrays import to_jax, to_numpy
-from jaxblock.parity.compare import rms
-from jaxblock.whole_model_parity import (
+from jaxblock.model_parity import both_models, smollm2
+from jaxblock.model_parity.whole_model import (
     Reference,
     compare_whole,
     jax_stages,
     torch_generate,
     torch_stages,
 )
+from jaxblock.parity.arrays import to_jax, to_numpy
+from jaxblock.parity.compare import rms
 
 pytestmark = pytest.mark.torch
 

@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import track
 
 import jaxblock
-from jaxblock import model_report, smollm2
 from jaxblock.commands.shared import Dtype, check_json_option, findings_as_text, say, stop
+from jaxblock.model_parity import report, smollm2
 
 if TYPE_CHECKING:
-    from jaxblock.both_models import BothModels
-    from jaxblock.model_parity import Row
-    from jaxblock.whole_model_parity import WholeModel
+    from jaxblock.model_parity.both_models import BothModels
+    from jaxblock.model_parity.components import Row
+    from jaxblock.model_parity.whole_model import WholeModel
 
 # What `parity` needs beyond the core; transformers reads no GGUF file without accelerate.
 PARITY_EXTRA = ("torch", "transformers", "gguf", "accelerate")
@@ -94,7 +94,7 @@ def parity(
     progress = Console(stderr=True, highlight=False)
     say("Loading PyTorch, transformers and the model")
     with progress.status("a quarter of a minute"):
-        from jaxblock import both_models, model_parity, whole_model_parity
+        from jaxblock.model_parity import both_models, components, whole_model
 
         try:
             with findings_as_text():
@@ -103,30 +103,30 @@ def parity(
         except both_models.ModelError as error:
             stop(str(error))
 
-    components = model_parity.has_components(both.config)
-    if not components:
+    by_component = components.has_components(both.config)
+    if not by_component:
         say("Comparing whole models alone: components are those of a Llama with tied embeddings")
     wholes: list[WholeModel] = []
     rows: list[Row] = []
     for name in dict.fromkeys(dtype or (Dtype.float32, Dtype.bfloat16)):
         say(f"Running both models in {name}")
         with progress.status("float64 takes longest"):
-            wholes.append(whole_model_parity.compare_whole(both, tokens, name))
-        if components:
+            wholes.append(whole_model.compare_whole(both, tokens, name))
+        if by_component:
             rows += track(
-                model_parity.compare_components(both, tokens, name),
+                components.compare_components(both, tokens, name),
                 f"components in {name}",
-                total=len(model_parity.sites(both.config)),
+                total=len(components.sites(both.config)),
                 console=progress,
                 transient=True,
                 disable=not progress.is_terminal,
             )
 
     setting = _setting(both, prompt, tokens[0].tolist())
-    model_report.print_report(setting, wholes, rows, Console())
+    report.print_report(setting, wholes, rows, Console())
     if json_file is not None:
         try:
-            model_report.write_json(setting, wholes, rows, json_file)
+            report.write_json(setting, wholes, rows, json_file)
         except OSError as error:
             stop(f"parity: --json must be writable; got {error}")
     ok = all(whole.ok for whole in wholes) and all(row.judgement.ok for row in rows)
@@ -137,7 +137,7 @@ def _setting(both: "BothModels", prompt: str, tokens: list[int]) -> dict[str, An
     """What the numbers depend on: versions, devices, precision, weights and prompt."""
     import jax
 
-    from jaxblock.both_models import MATMUL_PRECISION
+    from jaxblock.model_parity.both_models import MATMUL_PRECISION
 
     config = both.config
     packages = ("jax", "jaxlib", "torch", "transformers", "gguf", "numpy")

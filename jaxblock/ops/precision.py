@@ -73,8 +73,26 @@ def matmul(
     out_dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     if jnp.finfo(x.dtype).bits == 16:
         return _matmul_16bit(x, weight, weight_axis, out_dtype)
-    product = _contract(x, weight.astype(x.dtype), (x.ndim - 1,), (weight_axis,))
+    weight = weight.astype(x.dtype)
+    contract = partial(_contract, a_axes=(x.ndim - 1,), b_axes=(weight_axis,))
+    if x.dtype == jnp.float32 and weight_axis == 0 and weight.shape[0] % 2 == 0:
+        product = lax.platform_dependent(x, weight, cpu=_contract_halves, default=contract)
+    else:
+        product = contract(x, weight)
     return product.astype(out_dtype)
+
+
+def _contract_halves(x, weight):
+    """x[*B D] · weight[D *F] as the sum of two products, each over half of D."""
+    # XLA's CPU backend adds up a float32 product one term after the other, and errs 1.15 to 1.25
+    # times as much as PyTorch does. At the logits of a trained decoder of 30 layers (SmolLM2, three
+    # prompts of 256 tokens) it is 1.33, 1.17 and 1.32 times; with two sums 1.07, 1.18 and 0.93.
+    half = weight.shape[0] // 2
+    x = x.reshape(*x.shape[:-1], 2, half)
+    weight = weight.reshape(2, half, *weight.shape[1:])
+    last = x.ndim - 1
+    halves = lax.dot_general(x, weight, (((last,), (1,)), ((last - 1,), (0,))))
+    return halves[0] + halves[1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

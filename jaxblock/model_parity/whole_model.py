@@ -21,9 +21,9 @@ from torch import Tensor
 
 import torch_ref.decoder
 from jaxblock import decoder
-from jaxblock.both_models import MATMUL_PRECISION, BothModels, rounded
 from jaxblock.config import DecoderConfig
 from jaxblock.generate import generate
+from jaxblock.model_parity.both_models import MATMUL_PRECISION, BothModels, rounded
 from jaxblock.parity import Comparison, Judgement, compare, judge
 from jaxblock.parity.arrays import to_jax, to_numpy, to_torch
 from jaxblock.parity.tolerance import error_limits

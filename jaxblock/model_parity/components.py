@@ -22,8 +22,8 @@ from torch import Tensor
 
 import jaxblock
 import torch_ref
-from jaxblock.both_models import MATMUL_PRECISION, BothModels, rounded
 from jaxblock.config import DecoderConfig
+from jaxblock.model_parity.both_models import MATMUL_PRECISION, BothModels, rounded
 from jaxblock.parity import Judgement, compare, judge, unit_roundoff
 from jaxblock.parity.arrays import to_jax, to_numpy
 

@@ -16,8 +16,8 @@ from rich.text import Text
 from jaxblock.parity import Judgement, render_table
 
 if TYPE_CHECKING:
-    from jaxblock.model_parity import Row
-    from jaxblock.whole_model_parity import Continuation, WholeModel
+    from jaxblock.model_parity.components import Row
+    from jaxblock.model_parity.whole_model import Continuation, WholeModel
 
 LEGEND = """\
 rms, max  error against float64 (torch_ref with the same rounded weights)
