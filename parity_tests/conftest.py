@@ -11,6 +11,9 @@ import jax
 import jaxtyping
 import pytest
 
+# The suite runs a process a core: threads of PyTorch in each would wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No silent promotion of dtypes or ranks; warnings are errors too (pyproject.toml).
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
