@@ -213,7 +213,7 @@ PLAIN = {"attention_bias": False, "mlp_bias": False, "rms_norm_eps": 1e-5}
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf(tied, tmp_path):
-    model, config = tiny_model("llama", tie_word_embeddings=tied, **PLAIN)
+    model, config = tiny_model("llama", tie_word_embeddings=tied, rope_scaling=..., **PLAIN)
     path = tmp_path / "model.gguf"
     write_gguf(path, model)
     checkpoint = load_checkpoint(path)
@@ -254,7 +254,7 @@ def test_gguf_of_a_scaled_llama(tmp_path):
 
 
 def test_gguf_that_is_not_understood(tmp_path):
-    model, _ = tiny_model("llama", **PLAIN)
+    model, _ = tiny_model("llama", rope_scaling=..., **PLAIN)
     path = tmp_path / "model.gguf"
     write_gguf(path, model, keys=[("llama.expert_count", 8), ("llama.logit_scale", 1)])
     with pytest.raises(CheckpointError) as raised:
