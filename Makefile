@@ -53,7 +53,7 @@ clean: ## Remove the environments, builds and caches
 	@$(call check_python,$(PYTHON))
 	@echo 'Installing into .venv: a few minutes the first time.'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[parity,test]'
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt -e '.[parity,bench,test]'
 	@touch $@
 
 .venv-newest/bin/pip:

@@ -124,7 +124,10 @@ def products(jaxpr, times=1):
     for equation in jaxpr.eqns:
         name = equation.primitive.name
         inner = times * equation.params["length"] if name == "scan" else times
-        for value in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns")):
+        params = equation.params
+        if name == "cond":  # Of one that chooses by platform, the form that is the same on all.
+            params = {"branch": params["branches"][-1]}
+        for value in jax.tree.leaves(params, is_leaf=lambda v: hasattr(v, "eqns")):
             value = getattr(value, "jaxpr", value)
             if hasattr(value, "eqns"):
                 yield from products(value, inner)

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
 
@@ -74,12 +75,31 @@ def matmul(
     if jnp.finfo(x.dtype).bits == 16:
         return _matmul_16bit(x, weight, weight_axis, out_dtype)
     weight = weight.astype(x.dtype)
-    contract = partial(_contract, a_axes=(x.ndim - 1,), b_axes=(weight_axis,))
     if x.dtype == jnp.float32 and weight_axis == 0 and weight.shape[0] % 2 == 0:
-        product = lax.platform_dependent(x, weight, cpu=_contract_halves, default=contract)
-    else:
-        product = contract(x, weight)
-    return product.astype(out_dtype)
+        return _matmul_float32(x, weight).astype(out_dtype)
+    return _contract(x, weight, (x.ndim - 1,), (weight_axis,)).astype(out_dtype)
+
+
+# Its own derivative, so that what the backward pass keeps is x and weight, as for a plain product.
+@jax.custom_jvp
+def _matmul_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return lax.platform_dependent(x, weight, cpu=_contract_halves, default=_contract_whole)
+
+
+@partial(_matmul_float32.defjvp, symbolic_zeros=True)
+def _matmul_float32_jvp(primals, tangents):
+    (x, weight), (dx, dweight) = primals, tangents
+    terms = []
+    if not isinstance(dx, SymbolicZero):
+        terms.append(_contract_whole(dx, weight))
+    if not isinstance(dweight, SymbolicZero):
+        terms.append(_contract_whole(x, dweight))
+    y = _matmul_float32(x, weight)
+    return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
+
+
+def _contract_whole(x, weight):
+    return _contract(x, weight, (x.ndim - 1,), (0,))
 
 
 def _contract_halves(x, weight):
