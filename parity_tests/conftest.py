@@ -2,11 +2,23 @@
 
 import os
 import re
+import shutil
+import tempfile
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
+
+# Compiling is most of what the suite does, and many tests compile what another one did: they share
+# it, across the processes of one run. Read by JAX when it is imported.
+COMPILED = "JAX_COMPILATION_CACHE_DIR"
+OWNS_COMPILED = COMPILED not in os.environ
+if OWNS_COMPILED:
+    os.environ[COMPILED] = tempfile.mkdtemp(prefix="jaxblock-tests-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 import jax
 import jaxtyping
 import pytest
@@ -54,6 +66,11 @@ def pytest_report_header(config):
     if not HAS_TORCH:
         lines.append(f"no PyTorch: skipping tests marked torch, not collecting {collect_ignore}")
     return lines
+
+
+def pytest_unconfigure():
+    if OWNS_COMPILED:
+        shutil.rmtree(os.environ[COMPILED], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items):

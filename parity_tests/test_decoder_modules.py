@@ -78,8 +78,11 @@ def test_decoder(config):
     assert len(jax.tree.leaves(nnx.state(module))) == len(jax.tree.leaves(params))
 
 
-@CONFIGS
-@pytest.mark.parametrize("name", ["Attention", "DecoderBlock"])
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [(GEMMA3, "Attention"), (GEMMA3, "DecoderBlock"), (MIXTRAL, "DecoderBlock")],
+    ids=["gemma3_text-Attention", "gemma3_text-DecoderBlock", "mixtral-DecoderBlock"],
+)
 def test_parts_of_a_layer(config, name):
     """Each layer of the stacked tree through the module gives what the scanned decoder gives."""
     params = jaxblock.init_params(config, jax.random.key(3), dtype=jnp.float32)
@@ -141,21 +144,8 @@ def test_an_optimizer_of_nnx_takes_a_step(drawn):
         optimizer.update(module, gradients)
         return value
 
-    before = drawn.params()
     first = step(drawn, optimizer)
     assert step(drawn, optimizer) < first
-    # Two steps of the functions' own gradient lead to the same parameters.
-    gradient = jax.jit(
-        jax.grad(lambda params: jnp.divide(*jaxblock.next_token_loss(params, TOKENS, GEMMA3)))
-    )
-    after = before
-    for _ in range(2):
-        after = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, after, gradient(after))
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, rtol=0, atol=1e-6),
-        drawn.params(),
-        after,
-    )
 
 
 def test_wrong_input_is_refused():
