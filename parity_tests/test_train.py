@@ -101,9 +101,10 @@ def test_second_moments_have_the_dtype_of_the_parameters():
 def test_a_batch_without_anything_to_learn(params):
     optimizer = optax.sgd(1.0)
     state = jaxblock.init_train_state(params, optimizer)
-    after, metrics = jaxblock.train_step(state, TOKENS[:, :1], CONFIG, optimizer)
+    kept = jax.tree.map(np.asarray, params)
+    after, metrics = jitted(optimizer)(state, TOKENS[:, :1])
     assert (metrics.loss, metrics.num_tokens, metrics.gradient_norm) == (0, 0, 0)
-    jax.tree.map(np.testing.assert_array_equal, after.params, params)
+    jax.tree.map(np.testing.assert_array_equal, after.params, kept)
 
 
 def test_the_optimizers_state_of_another_shape_is_refused(params):
