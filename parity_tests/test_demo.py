@@ -33,7 +33,7 @@ pytestmark = pytest.mark.torch
 LAYERS = 30
 CALLS = 1 + (2 * LAYERS + 1) + LAYERS + 1
 STAGES = 1 + LAYERS + 2
-NEW_TOKENS = 12
+NEW_TOKENS = 24
 PROMPT = "In the year 1905 a young clerk in the patent office of Bern"
 
 # What `jaxblock parity` sets for its own process would stay set in this one.
