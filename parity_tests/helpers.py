@@ -1,8 +1,10 @@
-"""What several test files use: the derived bound without PyTorch, and a look into jaxprs."""
+"""What several test files use: parameters, the derived bound, and a look into jaxprs."""
 
 import jax.extend
+import jax.numpy as jnp
 import numpy as np
 
+from jaxblock.parameters import flatten, unflatten
 from jaxblock.parity import compare
 from jaxblock.parity.tolerance import error_limits
 
@@ -14,6 +16,19 @@ def random_arrays(seed, *shapes):
     """Standard normal float64 arrays."""
     random = np.random.default_rng(seed)
     return [random.standard_normal(shape) for shape in shapes]
+
+
+def random_params(config, dtype="float32"):
+    """A parameter tree that is quicker made than by `init_params`, which takes seconds to compile."""
+    random = np.random.default_rng(0)
+
+    def draw(path, shape):
+        leaf = random.standard_normal(shape, np.float32)
+        leaf = 1 + leaf / 8 if path[-1] == "scale" else leaf / shape[-1] ** 0.5
+        return jnp.asarray(leaf, dtype)
+
+    shapes = dict(flatten(config.parameter_shapes()))
+    return unflatten({path: draw(path, shape) for path, shape in shapes.items()})
 
 
 def assert_matches_float64(result, reference, *, reduction_length, roundings=0, scale=None):

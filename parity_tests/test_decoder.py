@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from helpers import assert_same_bits, equations
+from helpers import assert_same_bits, equations, random_params
 from tiny_models import (
     FAMILIES,
     SIZES,
@@ -256,7 +256,7 @@ def test_a_step_holds_no_second_copy_of_parameters_or_cache():
     """In bfloat16, where XLA's CPU backend would convert both to float32, layer stacks whole."""
     sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 12, "head_dim": 32}
     _, config = tiny_model("mistral", **sizes)
-    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.bfloat16)
+    params = random_params(config, jnp.bfloat16)
     cache = jaxblock.init_cache(config, 2, 500, dtype=jnp.bfloat16)
     step = jax.jit(jaxblock.decode_step, static_argnames="config", donate_argnames="cache")
     tokens = jnp.zeros(2, jnp.int32)

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import errors, nnx
-from helpers import assert_same_bits
+from helpers import assert_same_bits, random_params
 
 import jaxblock
 import jaxblock.linen
@@ -59,7 +59,7 @@ def shapes_of(tree):
 
 @CONFIGS
 def test_decoder(config):
-    params = jaxblock.init_params(config, jax.random.key(3), dtype=jnp.float32)
+    params = random_params(config)
     logits = jaxblock.forward(params, TOKENS, config, mask=MASK)
 
     module = empty(jaxblock.nnx.Decoder, config)
@@ -84,7 +84,7 @@ def test_decoder(config):
 )
 def test_parts_of_a_layer(config, name):
     """Each layer of the stacked tree through the module gives what the scanned decoder gives."""
-    params = jaxblock.init_params(config, jax.random.key(3), dtype=jnp.float32)
+    params = random_params(config)
     stages = jaxblock.activations(params, TOKENS, config, mask=MASK)
     x = stages.embedding
     for layer, kind in enumerate(config.layers):

