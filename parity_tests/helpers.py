@@ -19,7 +19,7 @@ def random_arrays(seed, *shapes):
 
 
 def random_params(config, dtype="float32"):
-    """A parameter tree that is quicker made than by `init_params`, which takes seconds to compile."""
+    """A parameter tree, made sooner than by `init_params`, which takes seconds to compile."""
     random = np.random.default_rng(0)
 
     def draw(path, shape):
