@@ -426,13 +426,14 @@ def test_imports_go_down_only():
 
 
 def test_ops_are_on_floors():
-    """checks and precision at the bottom, one idea a file above them."""
+    """checks, products and precision at the bottom, one idea a file above them."""
     bottom = {"jaxblock.ops.checks", "jaxblock.ops.precision"}
     for stem in STEMS:
         ours = {m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock")}
         assert ours <= bottom | {"jaxblock.ops"}, stem
-    for stem in ("checks", "precision"):
-        assert not [m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock")]
+    for stem, below in (("checks", []), ("cpu_products", []), ("precision", ["cpu_products"])):
+        ours = [m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock.ops.")]
+        assert ours == [f"jaxblock.ops.{name}" for name in below], stem
 
 
 def test_nothing_private_of_jax_is_used():

@@ -15,6 +15,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
+from jaxblock.ops import cpu_products
+
 
 def arithmetic_dtype(dtype: DTypeLike) -> jnp.dtype:
     """The dtype that values of `dtype` are computed in: float64 for float64, otherwise float32."""
@@ -75,7 +77,7 @@ def matmul(
     if jnp.finfo(x.dtype).bits == 16:
         return _matmul_16bit(x, weight, weight_axis, out_dtype)
     weight = weight.astype(x.dtype)
-    if x.dtype == jnp.float32 and weight_axis == 0 and weight.shape[0] % 2 == 0:
+    if x.dtype == jnp.float32 and weight_axis == 0:
         return _matmul_float32(x, weight).astype(out_dtype)
     return _contract(x, weight, (x.ndim - 1,), (weight_axis,)).astype(out_dtype)
 
@@ -83,7 +85,9 @@ def matmul(
 # Its own derivative, so that what the backward pass keeps is x and weight, as for a plain product.
 @jax.custom_jvp
 def _matmul_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return lax.platform_dependent(x, weight, cpu=_contract_halves, default=_contract_whole)
+    contract = partial(_contract, a_axes=(x.ndim - 1,), b_axes=(0,))
+    on_cpu = cpu_products.contract_float32
+    return lax.platform_dependent(x, weight, cpu=on_cpu, default=contract)
 
 
 @partial(_matmul_float32.defjvp, symbolic_zeros=True)
@@ -91,28 +95,20 @@ def _matmul_float32_jvp(primals, tangents):
     (x, weight), (dx, dweight) = primals, tangents
     terms = []
     if not isinstance(dx, SymbolicZero):
-        terms.append(_contract_whole(dx, weight))
+        terms.append(_tangent_float32(dx, weight))
     if not isinstance(dweight, SymbolicZero):
-        terms.append(_contract_whole(x, dweight))
+        terms.append(_tangent_float32(x, dweight))
     y = _matmul_float32(x, weight)
     return y, sum(terms[1:], terms[0]) if terms else jnp.zeros_like(y)
 
 
-def _contract_whole(x, weight):
+def _tangent_float32(x, weight):
+    # Both forms are right everywhere, so this choice can be made while tracing. One by platform, as
+    # above, would keep x and weight twice for the backward pass; the checkpoint keeps them as they
+    # are, where a scan over layers would otherwise collect the weights as matrices: a second copy.
+    if jax.default_backend() == "cpu":
+        return jax.checkpoint(cpu_products.contract_matrices, prevent_cse=False)(x, weight)
     return _contract(x, weight, (x.ndim - 1,), (0,))
-
-
-def _contract_halves(x, weight):
-    """x[*B D] · weight[D *F] as the sum of two products, each over half of D."""
-    # XLA's CPU backend adds up a float32 product one term after the other, and errs 1.15 to 1.25
-    # times as much as PyTorch does. At the logits of a trained decoder of 30 layers (SmolLM2, three
-    # prompts of 256 tokens) it is 1.33, 1.17 and 1.32 times; with two sums 1.07, 1.18 and 0.93.
-    half = weight.shape[0] // 2
-    x = x.reshape(*x.shape[:-1], 2, half)
-    weight = weight.reshape(2, half, *weight.shape[1:])
-    last = x.ndim - 1
-    halves = lax.dot_general(x, weight, (((last,), (1,)), ((last - 1,), (0,))))
-    return halves[0] + halves[1]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -155,25 +151,6 @@ def _contract(a, b, a_axes, b_axes):
 
 def _contract_16bit(a, b, a_axes, b_axes):
     contract = partial(_contract, a_axes=a_axes, b_axes=b_axes)
-    contract_flat = partial(_contract_flat, a_axes=a_axes, b_axes=b_axes)
-    # XLA's CPU backend refuses some 16-bit products of more than two axes with a float32 result
-    # ("Unsupported element type for DotThunk"), so there each is one product of two matrices.
+    on_cpu = partial(cpu_products.contract_16bit, a_axes=a_axes, b_axes=b_axes)
     # Elsewhere the axes stay apart: merging them would break a sharding of the inner one.
-    return lax.platform_dependent(a, b, cpu=contract_flat, default=contract)
-
-
-def _contract_flat(a, b, a_axes, b_axes):
-    a_free = [axis for axis in range(a.ndim) if axis not in a_axes]
-    b_free = [axis for axis in range(b.ndim) if axis not in b_axes]
-    shape = [a.shape[axis] for axis in a_free] + [b.shape[axis] for axis in b_free]
-    length = 1
-    for axis in a_axes:
-        length *= a.shape[axis]
-    a = a.transpose(*a_free, *a_axes).reshape(-1, length)
-    b = b.transpose(*b_free, *b_axes).reshape(-1, length)
-    # A product of one row has no fast kernel there: 2.9 to 20 ms where two rows take 0.8 ms. A
-    # decode step consists of such products.
-    rows = a.shape[0]
-    if rows == 1:
-        a = jnp.concatenate([a, a])
-    return _contract(a, b, (1,), (1,))[:rows].reshape(shape)
+    return lax.platform_dependent(a, b, cpu=on_cpu, default=contract)

@@ -1,0 +1,80 @@
+"""Matrix products in the forms that XLA's CPU backend is fast and exact in; for no other backend.
+
+Its fast kernels (YNNPACK, `__ynn_fusion` in the compiled text) take bfloat16 operands with a
+float32 result as one product of two matrices, of which the left one is summed over its last axis.
+Whatever else it is given is converted to float32, or copied into another layout, at each call.
+Measured with jax 0.10.2 on two cores; GFLOP/s of a product of 1024 x 1024 x 5632 in bfloat16.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+# Half of a sum of this length is added up in the same parts, of 512 terms, as the whole.
+LONG_SUM = 2048
+
+
+def contract_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x[*B D] · weight[D *F]; the sum of two products where that is more exact and costs little."""
+    # One term after the other errs 1.15 to 1.25 times as much as PyTorch does. At the logits of a
+    # trained decoder of 30 layers (SmolLM2, three prompts of 256 tokens) it is 1.59, 1.29 and 1.30
+    # times; with two sums 1.12, 1.08 and 1.15; with two sums where the result is no wider than x,
+    # 1.23, 1.16 and 1.15. In a wider one, such as gate/up, adding takes a quarter of the time.
+    D, F = weight.shape[0], math.prod(weight.shape[1:])
+    if not F <= D < LONG_SUM or D == 1:
+        return contract_matrices(x, weight)
+    half = D // 2
+    first = contract_matrices(x[..., :half], weight[:half])
+    return first + contract_matrices(x[..., half:], weight[half:])
+
+
+def contract_matrices(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x[*B D] · weight[D *F], as one product of two matrices."""
+    # With weight as [D 2 F], weight, gradient and result would each be copied into another layout.
+    y = lax.dot_general(
+        x.reshape(-1, x.shape[-1]),
+        weight.reshape(weight.shape[0], -1),
+        (((1,), (0,)), ((), ())),
+    )
+    return y.reshape(*x.shape[:-1], *weight.shape[1:])
+
+
+def contract_16bit(
+    a: jax.Array, b: jax.Array, a_axes: tuple[int, ...], b_axes: tuple[int, ...]
+) -> jax.Array:
+    """a · b summed over the axes given, which come first or last in each, as float32."""
+    a, a_free, a_axis = _as_matrix(a, a_axes)
+    b, b_free, b_axis = _as_matrix(b, b_axes)
+    if a_axis == 0:
+        a = _turned(a)  # For a weight's gradient, which is summed over the tokens.
+    # A product of one row has no fast kernel: 1.6 ms where two rows take 0.45 ms. A decode step
+    # consists of such products.
+    rows = a.shape[0]
+    if rows == 1:
+        a = jnp.concatenate([a, a])
+    # b as it lies: a transpose would be a copy at every call.
+    summed = (((1,), (b_axis,)), ((), ()))
+    y = lax.dot_general(a, b, summed, preferred_element_type=jnp.dtype(jnp.float32))
+    return y[:rows].reshape(*a_free, *b_free)
+
+
+def _as_matrix(array, axes):
+    """The array as [summed, free] or [free, summed], its free sizes, and its summed axis."""
+    free = tuple(size for axis, size in enumerate(array.shape) if axis not in axes)
+    length = math.prod(array.shape[axis] for axis in axes)
+    if axes[:1] == (0,) and free:
+        return array.reshape(length, -1), free, 0
+    return array.reshape(-1, length), free, 1
+
+
+def _turned(a):
+    """The transpose, which XLA does not fold into the product that follows."""
+    # Folded back, it is a product over the first axis: 145 GFLOP/s; so, 360; with a barrier or by
+    # way of integers it is folded all the same, and in both branches it is moved out of them.
+    # XLA does not know that no number has more than 16 bits set.
+    if a.size == 0:
+        return a.T
+    bits = lax.population_count(lax.bitcast_convert_type(a[0, 0], jnp.uint16))
+    return lax.cond(bits <= 16, jnp.transpose, lambda a: jnp.zeros(a.shape[::-1], a.dtype), a)
