@@ -431,7 +431,7 @@ def test_ops_are_on_floors():
     for stem in STEMS:
         ours = {m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock")}
         assert ours <= bottom | {"jaxblock.ops"}, stem
-    for stem, below in (("checks", []), ("cpu_products", []), ("precision", ["cpu_products"])):
+    for stem, below in (("checks", []), ("cpu", []), ("precision", ["cpu"])):
         ours = [m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock.ops.")]
         assert ours == [f"jaxblock.ops.{name}" for name in below], stem
 

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
 from jaxblock.ops import checks
-from jaxblock.ops.precision import arithmetic_dtype, matmul
+from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul
 
 ROW_STATISTIC = "cross_entropy_row_statistic"
 
@@ -401,7 +401,7 @@ def _total_over_chunks(
             dlogits, dfactors = pull_back(jnp.ones_like(losses))
             dlogits = dlogits.astype(x_dtype)
             dx = matmul(dlogits, table, out_dtype=wide)
-            dtable = dtable + matmul(dlogits.T, x, out_dtype=wide)
+            dtable = add_outer_sum(dtable, dlogits, x)
             return dtable, (losses, dx, dfactors)
 
         dtable = jnp.zeros(embedding.shape, wide)

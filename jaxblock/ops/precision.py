@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from jaxblock.ops import cpu_products
+from jaxblock.ops import cpu
 
 
 def arithmetic_dtype(dtype: DTypeLike) -> jnp.dtype:
@@ -82,11 +82,22 @@ def matmul(
     return _contract(x, weight, (x.ndim - 1,), (weight_axis,)).astype(out_dtype)
 
 
+def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
+    """total[D F] + sum over T of x[T D] * y[T F], not rounded: the gradient of a weight."""
+
+    def plain(total, x, y):
+        return total + _contract(x, y, (0,), (0,))
+
+    if jnp.finfo(x.dtype).bits == 16:
+        return lax.platform_dependent(total, x, y, cpu=cpu.add_outer_sum, default=plain)
+    return plain(total, x, y)
+
+
 # Its own derivative, so that what the backward pass keeps is x and weight, as for a plain product.
 @jax.custom_jvp
 def _matmul_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
     contract = partial(_contract, a_axes=(x.ndim - 1,), b_axes=(0,))
-    on_cpu = cpu_products.contract_float32
+    on_cpu = cpu.contract_float32
     return lax.platform_dependent(x, weight, cpu=on_cpu, default=contract)
 
 
@@ -107,7 +118,7 @@ def _tangent_float32(x, weight):
     # above, would keep x and weight twice for the backward pass; the checkpoint keeps them as they
     # are, where a scan over layers would otherwise collect the weights as matrices: a second copy.
     if jax.default_backend() == "cpu":
-        return jax.checkpoint(cpu_products.contract_matrices, prevent_cse=False)(x, weight)
+        return jax.checkpoint(cpu.contract_matrices, prevent_cse=False)(x, weight)
     return _contract(x, weight, (x.ndim - 1,), (0,))
 
 
@@ -130,10 +141,8 @@ def _matmul_16bit_backward(weight_axis, out_dtype, saved, dy):
     features = tuple(range(x.ndim - 1, dy.ndim))
     other_axes = tuple(axis for axis in range(weight.ndim) if axis != weight_axis)
     dx = _contract_16bit(dy, weight.astype(x.dtype), features, other_axes)
-    if weight_axis == 0:
-        dweight = _contract_16bit(x, dy, tokens, tokens)
-    else:
-        dweight = _contract_16bit(dy, x, tokens, tokens)
+    first, last = (x, dy) if weight_axis == 0 else (dy, x)
+    dweight = _contract_16bit(first, last, tokens, tokens)
     return dx.astype(x.dtype), dweight.astype(weight.dtype)
 
 
@@ -151,6 +160,6 @@ def _contract(a, b, a_axes, b_axes):
 
 def _contract_16bit(a, b, a_axes, b_axes):
     contract = partial(_contract, a_axes=a_axes, b_axes=b_axes)
-    on_cpu = partial(cpu_products.contract_16bit, a_axes=a_axes, b_axes=b_axes)
+    on_cpu = partial(cpu.contract_16bit, a_axes=a_axes, b_axes=b_axes)
     # Elsewhere the axes stay apart: merging them would break a sharding of the inner one.
     return lax.platform_dependent(a, b, cpu=on_cpu, default=contract)
