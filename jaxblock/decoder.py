@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -33,6 +34,9 @@ from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks
 from jaxblock.parameters import check_params
 from jaxblock.sequence import token_order, within
+
+PARAMETER = "parameter"
+EVERYTHING = jax.checkpoint_policies.save_anything_except_these_names(PARAMETER)
 
 
 class Activations(NamedTuple):
@@ -247,9 +251,7 @@ def _extend(
     x = _embed(params, tokens, config, None)
     # The stacks are carried, not scanned over, so that XLA updates them in place.
     stacks = (cache.keys, cache.values)
-    x, (keys, values), _ = _run_layers(
-        params["layers"], x, stacks, config, run_layer, scan_parameters=False
-    )
+    x, (keys, values), _ = _run_layers(params["layers"], x, stacks, config, run_layer)
     last = tokens.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)
     _, logits = _logits(params, x[:, 0], config)
@@ -266,7 +268,6 @@ def _run_layers(
     run_layer: Callable[..., tuple[jax.Array, Any]],
     *,
     keep: bool = False,
-    scan_parameters: bool = True,
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Run the layers in order: a scan over each segment, with its pattern of kinds unrolled.
 
@@ -277,8 +278,6 @@ def _run_layers(
       run_layer: gets the layer's parameters, x, the state, the index of its kind, and its own index
         among the layers of this kind.
       keep: return x after every layer, stacked.
-      scan_parameters: parameters are scanned over, so that their gradients are made layer by layer.
-        False looks each layer's up, which is as fast or faster where nothing is differentiated.
     """
     kept = []
     before = [0] * len(config.layer_kinds)  # Layers of each kind in earlier segments.
@@ -288,9 +287,9 @@ def _run_layers(
 
         def run_pattern(carry, scanned, pattern=pattern, start=start, before=tuple(before)):
             x, state = carry
-            repeat, group = scanned
-            if group is None:
-                group = _look_up(layers, start + repeat * len(pattern), len(pattern))
+            repeat, scanned_layers = scanned
+            found = _look_up(layers, start + repeat * len(pattern), len(pattern))
+            group = jax.tree.map(_with_gradient, found, scanned_layers)
             outputs = []
             for place, (layer, kind) in enumerate(zip(group, pattern, strict=True)):
                 earlier = before[kind] + pattern[:place].count(kind)
@@ -299,16 +298,17 @@ def _run_layers(
                 outputs.append(x)
             return (x, state), jnp.stack(outputs) if keep else None
 
-        group = None
-        if scan_parameters:
-            # One stack of layers for each place of the pattern. Not one with an axis for the
-            # places: XLA's CPU backend then copies all parameters into another layout at each call.
-            group = [
-                jax.tree.map(lambda leaf, place=place: leaf[place : stop : len(pattern)], layers)  # noqa: B023
-                for place in range(start, start + len(pattern))
-            ]
-        scanned = jnp.arange(segment.repeats, dtype=jnp.int32), group
-        (x, state), outputs = lax.scan(run_pattern, (x, state), scanned)
+        # One stack of layers for each place of the pattern. Not one with an axis for the places:
+        # XLA's CPU backend then copies all parameters into another layout at each call.
+        stacks = [
+            jax.tree.map(lambda leaf, place=place: leaf[place : stop : len(pattern)], layers)  # noqa: B023
+            for place in range(start, start + len(pattern))
+        ]
+        # The backward pass looks the parameters up again. Kept, they would be collected layer by
+        # layer to a second copy of all.
+        run_pattern = jax.checkpoint(run_pattern, policy=EVERYTHING, prevent_cse=False)
+        numbers = jnp.arange(segment.repeats, dtype=jnp.int32)
+        (x, state), outputs = lax.scan(run_pattern, (x, state), (numbers, stacks))
         if keep:
             kept.append(outputs.reshape(-1, *x.shape))
         for kind in range(len(before)):
@@ -321,14 +321,28 @@ def _look_up(layers: Params, first: jax.Array, count: int) -> list[Params]:
     # XLA's CPU backend moves floats of 16 bits by way of float32. The barrier ties the stack to the
     # index; without it all parameters are converted before the loop, at every call: 3.0 ms a layer
     # for a product of [2, 576] x [576, 1536] that takes 0.5 ms so.
-    layers, first = lax.optimization_barrier((layers, first))
+    layers, first = lax.optimization_barrier((lax.stop_gradient(layers), first))
     return [
         jax.tree.map(
-            lambda leaf, place=place: lax.dynamic_index_in_dim(leaf, first + place, keepdims=False),
+            lambda leaf, place=place: checkpoint_name(
+                lax.dynamic_index_in_dim(leaf, first + place, keepdims=False), PARAMETER
+            ),
             layers,
         )
         for place in range(count)
     ]
+
+
+@jax.custom_vjp
+def _with_gradient(found: jax.Array, scanned: jax.Array) -> jax.Array:
+    """What was looked up, with its gradient sent to what is scanned over, which is equal.
+
+    So a scan adds up no stacks: it makes the gradients layer by layer.
+    """
+    return found
+
+
+_with_gradient.defvjp(lambda found, scanned: (found, None), lambda _, gradient: (None, gradient))
 
 
 def _embed(
