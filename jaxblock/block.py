@@ -19,6 +19,7 @@ from jaxblock.config import DecoderConfig, LayerKind
 from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
 from jaxblock.ops.precision import matmul
+from jaxblock.ops.remat import ATTENTION_OUTPUT, ATTENTION_PROJECTION, NORM_OUTPUT, QKV, named
 from jaxblock.sequence import token_order, within
 
 Params = Mapping[str, Any]
@@ -66,6 +67,7 @@ def decoder_block(
     branch, state = attention_branch(
         params["attention"], branch, config, angles=angles, attend=attend
     )
+    branch = named(branch, ATTENTION_PROJECTION)
     x = x + _norm(params, "attention_post_norm", branch, config)
     branch = _norm(params, "feed_forward_norm", x, config)
     branch = feed_forward_branch(params["feed_forward"], branch, config)
@@ -81,14 +83,16 @@ def attention_branch(
     attend: Attend,
 ) -> tuple[Float[Array, "B T D"], Any]:
     """y = attend(rotate(norm(x · q + q_bias)), rotate(norm(x · k + k_bias)), x · v + v_bias) · o"""
-    q, k, v = (matmul(x, params[name], bias=params.get(f"{name}_bias")) for name in "qkv")
+    q, k, v = (
+        named(matmul(x, params[name], bias=params.get(f"{name}_bias")), QKV) for name in "qkv"
+    )
     if config.attention.qk_norm is not None:
         q = _qk_norm(q, params["q_norm"]["scale"], config)
         k = _qk_norm(k, params["k_norm"]["scale"], config)
     q, k = ops.apply_rotary(q, *angles), ops.apply_rotary(k, *angles)
     y, state = attend(q, k, v)
     o = params["o"].reshape(-1, params["o"].shape[-1])
-    y = y.reshape(*y.shape[:-2], -1)
+    y = named(y.reshape(*y.shape[:-2], -1), ATTENTION_OUTPUT)
     return matmul(y, o, bias=params.get("o_bias")), state
 
 
@@ -201,7 +205,7 @@ def norm(x: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:
 
 def _norm(params: Params, name: str, x: jax.Array, config: DecoderConfig) -> jax.Array:
     # A family without this norm has no such parameter: the tree was checked against the config.
-    return norm(x, params[name]["scale"], config) if name in params else x
+    return named(norm(x, params[name]["scale"], config), NORM_OUTPUT) if name in params else x
 
 
 def _qk_norm(heads: jax.Array, scale: jax.Array, config: DecoderConfig) -> jax.Array:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Integer
 
@@ -31,12 +30,10 @@ from jaxblock.block import (
 )
 from jaxblock.cache import Cache, held, read, slots_of, write
 from jaxblock.config import DecoderConfig
-from jaxblock.ops import checks
+from jaxblock.ops import checks, cpu
+from jaxblock.ops.remat import BLOCK_OUTPUT, PARAMETER, POLICIES, Remat, named
 from jaxblock.parameters import check_params
 from jaxblock.sequence import token_order, within
-
-PARAMETER = "parameter"
-EVERYTHING = jax.checkpoint_policies.save_anything_except_these_names(PARAMETER)
 
 
 class Activations(NamedTuple):
@@ -45,7 +42,7 @@ class Activations(NamedTuple):
     embedding: Float[Array, "B T D"]
     blocks: Float[Array, "L B T D"] | None
     final_norm: Float[Array, "B T D"]
-    logits: Float[Array, "B T V"]
+    logits: Float[Array, "B T V"] | None
 
 
 def forward(
@@ -56,6 +53,7 @@ def forward(
     positions: Integer[Array, "B T"] | None = None,
     mask: Bool[Array, "B T"] | None = None,
     dtype: DTypeLike | None = None,
+    remat: Remat = "matmul_outputs",
 ) -> Float[Array, "B T V"]:
     """logits = unembed(final_norm(blocks(embed(tokens))))
 
@@ -69,6 +67,10 @@ def forward(
         is seen by no token, and its logits mean nothing.
       dtype: of the activations; None means that of the embedding. With float32 parameters and
         bfloat16 here, products run in bfloat16 and gradients come back in float32.
+      remat: what the backward pass keeps of each layer: "none": whatever it needs;
+        "matmul_outputs": the results of its products, computing norms, rotary embedding, softmax
+        and activation again; "block_inputs": what goes into the layer, computing all of it again.
+        The gradients are the same but for rounding. Static under `jit`.
 
     Returns: logits in nats, float32 (float64 for float64 parameters); -inf for rows of padding
       (`config.num_valid`).
@@ -87,7 +89,8 @@ def forward(
       src/transformers/models/<model_type>/modeling_*.py.
     """
     params, tokens, positions, mask = _check("forward", params, tokens, config, positions, mask)
-    return _forward(params, tokens, positions, mask, config=config, dtype=dtype).logits
+    checks.choice("forward", "remat", remat, tuple(POLICIES))
+    return _forward(params, tokens, positions, mask, config=config, dtype=dtype, remat=remat).logits
 
 
 def activations(
@@ -111,6 +114,23 @@ def activations(
     """
     params, tokens, positions, mask = _check("activations", params, tokens, config, positions, mask)
     return _forward(params, tokens, positions, mask, config=config, dtype=dtype, keep_blocks=True)
+
+
+def final_hidden(
+    params: Params,
+    tokens: Integer[Array, "B T"],
+    config: DecoderConfig,
+    *,
+    mask: Bool[Array, "B T"] | None = None,
+    dtype: DTypeLike | None = None,
+    remat: Remat = "matmul_outputs",
+) -> Float[Array, "B T D"]:
+    """What `forward` projects to logits; its arguments are those of `forward`."""
+    params, tokens, _, mask = _check("forward", params, tokens, config, None, mask)
+    checks.choice("forward", "remat", remat, tuple(POLICIES))
+    return _forward(
+        params, tokens, None, mask, config=config, dtype=dtype, remat=remat, project=False
+    ).final_norm
 
 
 def prefill(
@@ -168,7 +188,9 @@ def decode_step(
 
 
 # Each is jitted, so that a call outside `jit` is one compiled program; inside one it is inlined.
-@partial(jax.jit, static_argnames=("config", "dtype", "keep_blocks"), inline=True)
+@partial(
+    jax.jit, static_argnames=("config", "dtype", "remat", "keep_blocks", "project"), inline=True
+)
 def _forward(
     params: Params,
     tokens: jax.Array,
@@ -177,7 +199,9 @@ def _forward(
     *,
     config: DecoderConfig,
     dtype: DTypeLike | None,
+    remat: Remat = "matmul_outputs",
     keep_blocks: bool = False,
+    project: bool = True,
 ) -> Activations:
     order = token_order(tokens.shape, mask)
     angles = _angles(order if positions is None else positions, config)
@@ -188,9 +212,10 @@ def _forward(
 
     embedding = _embed(params, tokens, config, dtype)
     x, _, blocks = _run_layers(
-        params["layers"], embedding, None, config, run_layer, keep=keep_blocks
+        params["layers"], embedding, None, config, run_layer, keep=keep_blocks, remat=remat
     )
-    final_norm, logits = _logits(params, x, config)
+    final_norm = norm(x, params["final_norm"]["scale"], config)
+    logits = _logits(params, final_norm, config) if project else None
     return Activations(embedding, blocks, final_norm, logits)
 
 
@@ -254,7 +279,7 @@ def _extend(
     x, (keys, values), _ = _run_layers(params["layers"], x, stacks, config, run_layer)
     last = tokens.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
     x = jnp.take_along_axis(x, last[:, None, None], axis=1)
-    _, logits = _logits(params, x[:, 0], config)
+    logits = _logits(params, norm(x[:, 0], params["final_norm"]["scale"], config), config)
     undefined = (lengths > cache.capacity) | ~jnp.any(real, axis=1)
     logits = jnp.where(undefined[:, None], jnp.nan, logits)
     return logits, replace(cache, keys=keys, values=values, lengths=lengths)
@@ -268,6 +293,7 @@ def _run_layers(
     run_layer: Callable[..., tuple[jax.Array, Any]],
     *,
     keep: bool = False,
+    remat: Remat = "matmul_outputs",
 ) -> tuple[jax.Array, Any, jax.Array | None]:
     """Run the layers in order: a scan over each segment, with its pattern of kinds unrolled.
 
@@ -278,6 +304,7 @@ def _run_layers(
       run_layer: gets the layer's parameters, x, the state, the index of its kind, and its own index
         among the layers of this kind.
       keep: return x after every layer, stacked.
+      remat: what the backward pass keeps.
     """
     kept = []
     before = [0] * len(config.layer_kinds)  # Layers of each kind in earlier segments.
@@ -295,18 +322,20 @@ def _run_layers(
                 earlier = before[kind] + pattern[:place].count(kind)
                 index = repeat * pattern.count(kind) + earlier
                 x, state = run_layer(layer, x, state, kind, index)
+                x = named(x, BLOCK_OUTPUT)
                 outputs.append(x)
             return (x, state), jnp.stack(outputs) if keep else None
 
         # One stack of layers for each place of the pattern. Not one with an axis for the places:
         # XLA's CPU backend then copies all parameters into another layout at each call.
         stacks = [
-            jax.tree.map(lambda leaf, place=place: leaf[place : stop : len(pattern)], layers)  # noqa: B023
+            jax.tree.map(
+                lambda leaf, place=place: cpu.in_loops(leaf[place : stop : len(pattern)]),  # noqa: B023
+                layers,
+            )
             for place in range(start, start + len(pattern))
         ]
-        # The backward pass looks the parameters up again. Kept, they would be collected layer by
-        # layer to a second copy of all.
-        run_pattern = jax.checkpoint(run_pattern, policy=EVERYTHING, prevent_cse=False)
+        run_pattern = jax.checkpoint(run_pattern, policy=POLICIES[remat], prevent_cse=False)
         numbers = jnp.arange(segment.repeats, dtype=jnp.int32)
         (x, state), outputs = lax.scan(run_pattern, (x, state), (numbers, stacks))
         if keep:
@@ -324,7 +353,7 @@ def _look_up(layers: Params, first: jax.Array, count: int) -> list[Params]:
     layers, first = lax.optimization_barrier((lax.stop_gradient(layers), first))
     return [
         jax.tree.map(
-            lambda leaf, place=place: checkpoint_name(
+            lambda leaf, place=place: named(
                 lax.dynamic_index_in_dim(leaf, first + place, keepdims=False), PARAMETER
             ),
             layers,
@@ -342,7 +371,9 @@ def _with_gradient(found: jax.Array, scanned: jax.Array) -> jax.Array:
     return found
 
 
-_with_gradient.defvjp(lambda found, scanned: (found, None), lambda _, gradient: (None, gradient))
+_with_gradient.defvjp(
+    lambda found, scanned: (found, None), lambda _, gradient: (None, cpu.in_loops(gradient))
+)
 
 
 def _embed(
@@ -355,11 +386,14 @@ def _embed(
     return x * jnp.asarray(config.embed_scale, x.dtype)
 
 
-def _logits(params: Params, x: jax.Array, config: DecoderConfig) -> tuple[jax.Array, jax.Array]:
-    x = norm(x, params["final_norm"]["scale"], config)
-    table = params["embedding" if config.tie_word_embeddings else "unembedding"]
-    logits = ops.unembed(x, table, softcap=config.final_softcap, num_valid=config.num_valid)
-    return x, logits
+def projection_table(params: Params, config: DecoderConfig) -> jax.Array:
+    """The table [V D] that projects to logits."""
+    return params["embedding" if config.tie_word_embeddings else "unembedding"]
+
+
+def _logits(params: Params, final_norm: jax.Array, config: DecoderConfig) -> jax.Array:
+    table = projection_table(params, config)
+    return ops.unembed(final_norm, table, softcap=config.final_softcap, num_valid=config.num_valid)
 
 
 def _angles(positions: jax.Array, config: DecoderConfig) -> tuple[Angles, ...]:

@@ -9,12 +9,17 @@ from jaxtyping import Array, Bool, Float, Int32, Integer
 
 from jaxblock import ops
 from jaxblock.config import DecoderConfig
-from jaxblock.decoder import forward
+from jaxblock.decoder import final_hidden, forward, projection_table
 from jaxblock.ops import checks
+from jaxblock.ops.remat import Remat
 from jaxblock.parameters import Params
 
 if TYPE_CHECKING:  # Whoever trains imports it; `import jaxblock` stays light without.
     import optax
+
+
+# Tokens whose logits are held at once: 100 MB in float32 for a vocabulary of 49152.
+CHUNK_SIZE = 512
 
 
 class TrainState(NamedTuple):
@@ -63,12 +68,16 @@ def next_token_loss(
     *,
     mask: Bool[Array, "B T"] | None = None,
     dtype: DTypeLike | None = None,
+    remat: Remat = "matmul_outputs",
+    chunk_size: int | None = CHUNK_SIZE,
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """total, count = cross_entropy(forward(tokens), next_token_labels(tokens))
 
     Args:
-      params, tokens, config, mask, dtype: as `forward`. Every real token that another real one
-        follows is counted.
+      params, tokens, config, mask, dtype, remat: as `forward`. Every real token that another real
+        one follows is counted.
+      chunk_size: tokens whose logits are held at once, by `linear_cross_entropy`, which has no
+        forward mode. None holds all, and has all that `cross_entropy` has.
 
     Returns: total nats and the number of tokens counted. Sums, so that the mean over several
       batches is that of all tokens: add totals (or their gradients), and divide by all counts.
@@ -77,9 +86,19 @@ def next_token_loss(
 
     Precision: float32 (float64 for float64 parameters), rows of padding left out.
     """
-    logits = forward(params, tokens, config, mask=mask, dtype=dtype)
     labels = ops.next_token_labels(tokens, mask=mask)
-    return ops.cross_entropy(logits, labels, num_valid=config.num_valid)
+    if chunk_size is None:
+        logits = forward(params, tokens, config, mask=mask, dtype=dtype, remat=remat)
+        return ops.cross_entropy(logits, labels, num_valid=config.num_valid)
+    x = final_hidden(params, tokens, config, mask=mask, dtype=dtype, remat=remat)
+    return ops.linear_cross_entropy(
+        x,
+        projection_table(params, config),
+        labels,
+        chunk_size=chunk_size,
+        num_valid=config.num_valid,
+        softcap=config.final_softcap,
+    )
 
 
 def train_step(
@@ -90,16 +109,18 @@ def train_step(
     *,
     mask: Bool[Array, "B T"] | None = None,
     dtype: DTypeLike | None = None,
+    remat: Remat = "matmul_outputs",
+    chunk_size: int | None = CHUNK_SIZE,
 ) -> tuple[TrainState, Metrics]:
     """params = params + optimizer(gradient of total / count)
 
     Args:
       state: of `init_train_state` or of the last step. Jit this function with its donation:
-        jax.jit(train_step, static_argnames=("config", "optimizer", "dtype"),
+        jax.jit(train_step, static_argnames=("config", "optimizer", "dtype", "remat"),
         donate_argnames="state").
       tokens, config: as `next_token_loss`.
       optimizer: of optax; the one that the state was made with.
-      mask, dtype: as `next_token_loss`.
+      mask, dtype, remat, chunk_size: as `next_token_loss`.
 
     Returns: the next state, and `Metrics`.
 
@@ -113,7 +134,9 @@ def train_step(
     _check_opt_state(state, optimizer)
 
     def total(params):
-        return next_token_loss(params, tokens, config, mask=mask, dtype=dtype)
+        return next_token_loss(
+            params, tokens, config, mask=mask, dtype=dtype, remat=remat, chunk_size=chunk_size
+        )
 
     (nats, count), gradients = jax.value_and_grad(total, has_aux=True)(state.params)
     # Without a token to learn from everything stays, where 0 / 0 would spoil it.

@@ -94,8 +94,35 @@ def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         old = lax.dynamic_slice_in_dim(total, start, size)
         return lax.dynamic_update_slice_in_dim(total, old + block, start, axis=0)
 
-    D = total.shape[0]
-    rest = D % BLOCK
-    add_whole_block = partial(add_block, size=BLOCK)
-    total = lax.fori_loop(0, D // BLOCK, lambda i, total: add_whole_block(i * BLOCK, total), total)
-    return add_block(D - rest, total, rest) if rest else total
+    blocks, rest = divmod(total.shape[0], BLOCK)
+    if blocks:
+        add = partial(add_block, size=BLOCK)
+        total = lax.fori_loop(0, blocks, lambda i, total: add(i * BLOCK, total), total)
+    return add_block(blocks * BLOCK, total, rest) if rest else total
+
+
+# Slices and updates of bfloat16 are computed by way of float32, so what a loop over layers keeps
+# for the backward pass is twice as large there. Those of float16 are not, and unlike integers
+# float16 arrays have gradients. So such values are kept as float16 arrays of the same bits, with
+# which nothing may be computed. Thirty arrays of [256, 5760]: stacked in 102 ms, and in 32 ms so.
+
+
+@jax.custom_vjp
+def disguise(x: jax.Array) -> jax.Array:
+    """bfloat16 as float16 of the same bits, and its gradient likewise."""
+    return lax.bitcast_convert_type(x, jnp.float16)
+
+
+@jax.custom_vjp
+def undisguise(x: jax.Array) -> jax.Array:
+    """What `disguise` was given."""
+    return lax.bitcast_convert_type(x, jnp.bfloat16)
+
+
+disguise.defvjp(lambda x: (disguise(x), None), lambda _, dx: (undisguise(dx),))
+undisguise.defvjp(lambda x: (undisguise(x), None), lambda _, dx: (disguise(dx),))
+
+
+def in_loops(x: jax.Array) -> jax.Array:
+    """x in the form in which it had better go through loops, on the backend that is traced for."""
+    return disguise(x) if x.dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else x

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
+from jaxblock.ops.remat import GATE_UP, named
 
 _gelu_tanh = partial(jax.nn.gelu, approximate=True)
 _gelu_exact = partial(jax.nn.gelu, approximate=False)
@@ -292,7 +293,8 @@ def _compute_gated_feed_forward(
         hidden = _gated(wide, activation)
         return matmul(hidden.astype(x.dtype), down, bias=down_bias)
 
-    return gate_and_project_down(matmul(x, gate_up, bias=gate_up_bias), down, down_bias)
+    gate_up_product = named(matmul(x, gate_up, bias=gate_up_bias), GATE_UP)
+    return gate_and_project_down(gate_up_product, down, down_bias)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
