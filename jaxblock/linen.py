@@ -37,6 +37,7 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
+from jaxblock.ops.remat import Remat
 from jaxblock.parameters import attention_shapes, init_leaves, layer_shapes
 
 __all__ = [
@@ -223,6 +224,7 @@ class Decoder(nn.Module):
 
     Attributes:
       config: the decoder.
+      remat: what the backward pass keeps of each layer, as in `jaxblock.forward`.
 
     The parameters are the whole tree, layers stacked: what `jaxblock.load_checkpoint` returns is
     applied by `decoder.apply({"params": checkpoint.params}, tokens)`. Called as `jaxblock.forward`.
@@ -231,6 +233,7 @@ class Decoder(nn.Module):
     config: DecoderConfig
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
+    remat: Remat = "matmul_outputs"
 
     @nn.compact
     def __call__(
@@ -243,7 +246,13 @@ class Decoder(nn.Module):
         """Logits of tokens [B T]."""
         params = _params(self, self.config.parameter_shapes())
         return forward(
-            params, tokens, self.config, positions=positions, mask=mask, dtype=self.dtype
+            params,
+            tokens,
+            self.config,
+            positions=positions,
+            mask=mask,
+            dtype=self.dtype,
+            remat=self.remat,
         )
 
 

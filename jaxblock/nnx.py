@@ -38,6 +38,7 @@ from jaxblock.ops.initializers import (
     default_embedding_init,
     default_gate_up_init,
 )
+from jaxblock.ops.remat import Remat
 from jaxblock.parameters import attention_shapes, init_leaves, init_params, layer_shapes
 
 __all__ = [
@@ -305,6 +306,7 @@ class Decoder(Branch):
 
     Args:
       config: the decoder.
+      remat: what the backward pass keeps of each layer, as in `jaxblock.forward`.
 
     The parameters are the whole tree, layers stacked: what `jaxblock.load_checkpoint` returns goes
     in by `nnx.update(decoder, checkpoint.params)`, and `decoder.params()` goes into
@@ -318,11 +320,13 @@ class Decoder(Branch):
         *,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
+        remat: Remat = "matmul_outputs",
         rngs: nnx.Rngs,
     ):
         super().__init__(init_params(config, rngs.params(), dtype=param_dtype))
         self.config = config
         self.dtype = dtype
+        self.remat = remat
 
     def __call__(
         self,
@@ -339,4 +343,5 @@ class Decoder(Branch):
             positions=positions,
             mask=mask,
             dtype=self.dtype,
+            remat=self.remat,
         )

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import json
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ from helpers import equations
 
 import jaxblock
 from jaxblock import ops
+from jaxblock.bench import report
+from jaxblock.bench.rows import cpu_rows
 
 ROOT = Path(__file__).parent.parent
 FUNCTIONS = [getattr(ops, name) for name in ops.__all__]
@@ -523,6 +526,14 @@ def test_readme_code_runs(tmp_path):
     program.write_text("\n".join(blocks))
     result = run("-W", "error", str(program), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
+
+
+def test_the_speeds_in_readme_are_those_that_were_measured():
+    rows = json.loads((ROOT / "benchmarks/results/cpu.json").read_text())
+    assert {(row["row"], row["dtype"]) for row in rows} == {
+        (row.name, row.dtype) for row in cpu_rows()
+    }
+    assert report.markdown(rows) in (ROOT / "README.md").read_text()
 
 
 def test_commands_in_readme_exist():

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from jax import export
 
 import jaxblock
-from jaxblock.ops.precision import arithmetic_dtype, matmul, round_to
+from jaxblock.ops import cpu
+from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul, round_to
 
 pytestmark = pytest.mark.usefixtures("shape_checks")
 
@@ -243,6 +244,52 @@ def test_wider_products_stay_in_their_dtype(dtype):
                 if equation.primitive.name == "dot_general":
                     avals = [v.aval for v in (*equation.invars, *equation.outvars)]
                     assert {str(aval.dtype) for aval in avals} == {dtype}
+
+
+@pytest.mark.parametrize("name", products())
+def test_compiled_products_have_16_bit_operands_on_cpu(name):
+    """What XLA's CPU backend does not take as it is, it converts to float32 and takes twice as long
+    for; a weight's gradient among them."""
+    function, shapes, count = products()[name]
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    compiled = jax.jit(partial(run_forward_and_backward, function)).lower(*arguments).compile()
+    computations = [
+        lines for lines in compiled.as_text().split("\n\n") if re.search(r" dot\(", lines)
+    ]
+    assert len(computations) == count
+    for lines in computations:
+        signature = lines.strip().splitlines()[0]
+        operands, result = re.match(r"%\S+ \((.*)\) -> (\w+)\[", signature).groups()
+        assert set(re.findall(r": (\w+)\[", operands)) == {"bf16"} and result == "f32", signature
+
+
+@pytest.mark.parametrize("rows", [3, 2048, 2051, 4096])
+def test_a_large_total_is_added_to_in_blocks(rows):
+    """Small integers, so that every sum is exact."""
+    random = np.random.default_rng(0)
+    total, x, y = (random.integers(-8, 9, shape) for shape in ((rows, 5), (7, rows), (7, 5)))
+    result = jax.jit(add_outer_sum)(
+        jnp.asarray(total, jnp.float32), jnp.asarray(x, jnp.bfloat16), jnp.asarray(y, jnp.bfloat16)
+    )
+    np.testing.assert_array_equal(result, total + x.T @ y)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.5, np.nan, np.inf, 3e38, 1e-40])
+def test_the_transpose_that_is_not_folded_is_one(value):
+    """Whatever stands in its first place, which it looks at."""
+    x = jnp.asarray(np.arange(12.0).reshape(3, 4), jnp.bfloat16).at[0, 0].set(value)
+    assert_same_bits(jax.jit(cpu._turned)(x), x.T)
+
+
+def test_a_disguise_keeps_bits_and_gradients():
+    bits = jnp.arange(2**16, dtype=jnp.uint32).astype(jnp.uint16)
+    x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+    hidden = jax.jit(cpu.disguise)(x)
+    assert hidden.dtype == jnp.float16
+    back = jax.lax.bitcast_convert_type(jax.jit(cpu.undisguise)(hidden), jnp.uint16)
+    np.testing.assert_array_equal(back, bits)
+    y, pull_back = jax.vjp(lambda x: 3 * cpu.undisguise(cpu.disguise(x)), x[:100])
+    assert_same_bits(pull_back(jnp.ones_like(y))[0], jnp.full(100, 3, jnp.bfloat16))
 
 
 compiled_matmul = jax.jit(matmul)

@@ -135,6 +135,23 @@ def to_json(results: list[Result]) -> str:
     return json.dumps(rows, indent=1, allow_nan=False) + "\n"
 
 
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows of a JSON file as a table for a README."""
+    lines = [
+        "| row | dtype | jaxblock | fastest peer | | ratio | of limit |",
+        "|---|---|--:|---|--:|--:|--:|",
+    ]
+    for row in rows:
+        ours, peer, limit = row["ours_s"], row["fastest_peer"], row["limit_s"]
+        share = "" if limit is None else f"{limit / ours:.2f}"
+        took, ratio = seconds(row["peers"][peer]), f"{row['ratio']:.2f}"
+        name, dtype = row["row"], row["dtype"]
+        lines.append(
+            f"| {name} | {dtype} | {seconds(ours)} | {peer} | {took} | {ratio} | {share} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 def chart(results: list[Result], file: Path) -> None:
     """Horizontal bars of the ratios, on a scale where twice as fast and half as fast match."""
     # Not pyplot, which looks for a screen.
