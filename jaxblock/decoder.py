@@ -362,16 +362,28 @@ def _look_up(layers: Params, first: jax.Array, count: int) -> list[Params]:
     ]
 
 
-@jax.custom_vjp
 def _with_gradient(found: jax.Array, scanned: jax.Array) -> jax.Array:
     """What was looked up, with its gradient sent to what is scanned over, which is equal.
 
     So a scan adds up no stacks: it makes the gradients layer by layer.
     """
+    return (_linked if found.dtype == scanned.dtype else _linked_in_disguise)(found, scanned)
+
+
+@jax.custom_jvp
+def _linked(found, scanned):
     return found
 
 
-_with_gradient.defvjp(
+_linked.defjvp(lambda primals, tangents: (primals[0], tangents[1]))
+
+
+@jax.custom_vjp
+def _linked_in_disguise(found, scanned):
+    return found
+
+
+_linked_in_disguise.defvjp(
     lambda found, scanned: (found, None), lambda _, gradient: (None, cpu.in_loops(gradient))
 )
 

@@ -99,14 +99,14 @@ def test_what_is_kept_changes_memory_and_no_gradient(dtype):
         bytes_[remat] = compiled.memory_analysis().temp_size_in_bytes
         gradients[remat] = compiled(params)
     assert bytes_["none"] > 1.3 * bytes_["matmul_outputs"] > 1.3 * bytes_["block_inputs"]
-    # One dtype's rounding of the largest; bfloat16 values that are kept are rounded before.
-    limit = 1e-5 if dtype == "float32" else 2**-6
+    # By rms: a few roundings, which are others where a value is kept and not computed again.
+    limit = 1e-6 if dtype == "float32" else 0.02
     for remat in POLICIES:
         for one, other in zip(
             *map(jax.tree.leaves, (gradients[remat], gradients["none"])), strict=True
         ):
-            one, other = (np.asarray(leaf, np.float32) for leaf in (one, other))
-            np.testing.assert_allclose(one, other, rtol=0, atol=limit * np.abs(other).max())
+            one, other = (np.asarray(leaf, np.float64) for leaf in (one, other))
+            assert np.linalg.norm(one - other) <= limit * np.linalg.norm(other)
 
 
 def test_layers_go_through_loops_as_they_are():
@@ -117,9 +117,12 @@ def test_layers_go_through_loops_as_they_are():
     forward = jax.jit(jaxblock.forward, static_argnames="config").lower(params, TOKENS, WIDE)
     gradient = jax.jit(jax.grad(loss_of(WIDE))).lower(params)
     for lowered in (forward, gradient):
-        text = lowered.compile().as_text()
+        loops = [line for line in lowered.compile().as_text().splitlines() if " while(" in line]
+        assert loops
         for shape in shapes:
-            assert f"f32[{','.join(map(str, shape))}]" not in text
+            stack = f"[{','.join(map(str, shape))}]"
+            assert not any(f"f32{stack}" in line for line in loops)
+        assert any("16[6," in line for line in loops)
 
 
 def test_the_loss_in_chunks_is_that_of_all_logits(params):
