@@ -20,7 +20,7 @@ def seconds(value: float | None) -> str:
     if value is None:
         return ""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if value >= size:
+        if value >= 0.9995 * size:  # What is rounded to a whole one.
             return f"{value / size:.3g} {unit}"
     return f"{value / 1e-6:.3g} us"
 
