@@ -87,6 +87,17 @@ def shape_checks():
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """As the suite runs a process a core: PyTorch's threads would wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def x64():
     """64-bit types, for one test."""

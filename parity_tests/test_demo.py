@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from parity_command import run_parity
 from transformers import AutoModelForCausalLM
-from typer.testing import CliRunner
 
 import jaxblock
-from jaxblock import cli, decoder
+from jaxblock import decoder
 from jaxblock.model_parity import both_models, components, smollm2, whole_model
 from jaxblock.model_parity.both_models import ModelError
 from jaxblock.model_parity.components import Functions
@@ -29,29 +29,13 @@ from jaxblock.model_parity.whole_model import (
 from jaxblock.parity.arrays import to_jax, to_numpy
 from jaxblock.parity.compare import rms
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 LAYERS = 30
 CALLS = 1 + (2 * LAYERS + 1) + LAYERS + 1
 STAGES = 1 + LAYERS + 2
 NEW_TOKENS = 24
 PROMPT = "In the year 1905 a young clerk in the patent office of Bern"
-
-# What `jaxblock parity` sets for its own process would stay set in this one.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-
-
-def run(*arguments):
-    return CliRunner().invoke(cli.app, ["parity", *arguments], env=ENVIRONMENT)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the suite runs a process a core: PyTorch's threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # The command --------------------------------------------------------------------------------------
@@ -81,7 +65,7 @@ def demo(tmp_path_factory):
         # pip runs in a process of its own; nothing in this one may ask the network.
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        result = run("--json", str(file))
+        result = run_parity("--json", str(file))
     assert result.exit_code == 0, result.output
     return result, json.loads(file.read_text()), loaded[0]
 
@@ -197,7 +181,7 @@ def test_a_fault_gives_exit_status_1(demo, tmp_path, monkeypatch):
     compare_whole = partial(whole_model.compare_whole, new_tokens=3, generate=wrong)
     monkeypatch.setattr(whole_model, "compare_whole", compare_whole)
     file = tmp_path / "parity.json"
-    result = run("--dtype", "float32", "--prompt", PROMPT, "--json", str(file))
+    result = run_parity("--dtype", "float32", "--prompt", PROMPT, "--json", str(file))
     assert result.exit_code == 1, result.output
     assert f"FAIL: {LAYERS} of {CALLS + STAGES} comparisons; float32: greedy" in result.stdout
     assert "FAIL swiglu layer 29" in result.stdout and "FAIL rms_norm" not in result.stdout

