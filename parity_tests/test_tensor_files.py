@@ -27,6 +27,7 @@ from jaxblock.checkpoint.findings import MAX_SHOWN, CheckpointError, checkpoint_
 from jaxblock.checkpoint.folder import open_hugging_face, open_meta
 from jaxblock.checkpoint.gguf_file import open_gguf
 from jaxblock.checkpoint.safetensors_file import DTYPES, open_safetensors, write_safetensors
+from jaxblock.checkpoint.stored import MAPPED
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -117,10 +118,23 @@ def test_reading_and_writing_hold_one_tensor(tmp_path):
         for i, tensor in enumerate(stored.values()):
             values = tensor.read()
             assert values[0] == values[-1] == i
-        # Mapped, not copied.
-        assert tracemalloc.get_traced_memory()[1] < size / 4
+            del values
+        assert tracemalloc.get_traced_memory()[1] < 1.5 * size
     finally:
         tracemalloc.stop()
+
+
+def test_reading_a_large_tensor_maps_it(tmp_path):
+    write(tmp_path / "big", a=np.arange(MAPPED, dtype=np.uint8))
+    (tensor,) = opened(tmp_path / "big").values()
+    tracemalloc.start()
+    try:
+        values = tensor.read()
+        assert tracemalloc.get_traced_memory()[1] < MAPPED / 16
+    finally:
+        tracemalloc.stop()
+    same(tensor, np.arange(MAPPED, dtype=np.uint8))
+    assert not values.flags.writeable
 
 
 @pytest.mark.parametrize(
@@ -280,7 +294,7 @@ def test_what_is_not_a_file(tmp_path):
             open_gguf(path)
 
 
-@pytest.mark.parametrize("size", [6, 2**17])
+@pytest.mark.parametrize("size", [6, MAPPED // 4])
 def test_a_file_that_changes_is_refused(tmp_path, size):
     """Cut, exchanged or gone between the header and the values. Small tensors and mapped ones."""
     path = tmp_path / "f"
@@ -305,13 +319,17 @@ def test_a_file_that_changes_is_refused(tmp_path, size):
 def test_without_maps(tmp_path, monkeypatch):
     """Some file systems have none, and each takes one of the files that a process may open."""
 
+    asked = []
+
     def no_map(*arguments, **more):
+        asked.append(arguments)
         raise OSError(24, "Too many open files")
 
-    values = np.arange(2**17, dtype=np.float32)
+    values = np.arange(MAPPED // 4, dtype=np.float32)
     write(tmp_path / "f", values)
     monkeypatch.setattr("mmap.mmap", no_map)
     same(opened(tmp_path / "f")["a"], values)
+    assert asked
 
 
 # Folders ------------------------------------------------------------------------------------------
