@@ -4,12 +4,11 @@ from functools import partial
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from jaxblock.ops import checks
+from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import arithmetic_dtype, round_to
 
 INVERSE_RMS = "rms_norm_inverse"
@@ -77,15 +76,14 @@ def _normalize(
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(INVERSE_RMS))
     def normalize(x, scale):
         wide = x.astype(arithmetic_dtype(x.dtype))
-        mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        mean_square = cpu.sum_last(wide * wide) / x.shape[-1]
         inverse = checkpoint_name(lax.rsqrt(mean_square + eps), INVERSE_RMS)
-        normalized = wide * inverse
+        normalized = cpu.multiply(wide, inverse)
         factor = scale.astype(wide.dtype) + scale_offset
         if cast == "before_scale":
             # The product of two 16-bit numbers is exact in float32, so this is the 16-bit product;
             # unlike one, it leaves the gradient of scale to be summed in float32.
             normalized, factor = round_to(normalized, x.dtype), round_to(factor, x.dtype)
-        factor = factor.reshape((1,) * (x.ndim - 1) + factor.shape)
-        return (normalized * factor).astype(x.dtype)
+        return cpu.multiply(normalized, factor).astype(x.dtype)
 
     return normalize(x, scale)
