@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxblock.ops import checks
+from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul
 
 ROW_STATISTIC = "cross_entropy_row_statistic"
@@ -331,6 +331,9 @@ def _row_losses(
 ) -> jax.Array:
     """factor * loss of each row; exactly 0, as is its gradient, where the factor is 0."""
 
+    def sum_last(x):
+        return jnp.squeeze(cpu.sum_last(x), -1)
+
     # The policy leaves the backward pass with the logits, the maximum and the sum of each row; what
     # it saves otherwise would be several arrays of the size of the logits.
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(ROW_STATISTIC))
@@ -342,21 +345,21 @@ def _row_losses(
         columns = lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
         valid = columns < num_valid
         z = jnp.where(jnp.expand_dims(counted, -1), z, 0)
-        z = jnp.where(valid, z, -jnp.inf)
+        if num_valid < z.shape[-1]:
+            z = jnp.where(valid, z, -jnp.inf)
 
         # Relative to the largest logit; the loss is the same for any such number, so it counts as
         # a constant in derivatives.
-        largest = lax.stop_gradient(jnp.max(z, axis=-1))
-        largest = checkpoint_name(largest, ROW_STATISTIC)
+        largest = checkpoint_name(jnp.squeeze(cpu.max_last(z), -1), ROW_STATISTIC)
         z = z - jnp.expand_dims(largest, -1)
-        log_sum = jnp.log(checkpoint_name(jnp.sum(jnp.exp(z), axis=-1), ROW_STATISTIC))
+        log_sum = jnp.log(checkpoint_name(sum_last(jnp.exp(z)), ROW_STATISTIC))
 
         # A comparison and not a lookup: it fuses into the passes over the logits, forward and
         # backward, and works on a shard of the columns.
         is_label = columns == jnp.expand_dims(labels, -1)
-        losses = log_sum - (1 - label_smoothing) * jnp.sum(jnp.where(is_label, z, 0), axis=-1)
+        losses = log_sum - (1 - label_smoothing) * sum_last(jnp.where(is_label, z, 0))
         if label_smoothing > 0:
-            mean = jnp.sum(jnp.where(valid, z, 0), axis=-1) / num_valid
+            mean = sum_last(jnp.where(valid, z, 0)) / num_valid
             losses = losses - label_smoothing * mean
         if z_loss > 0:
             losses = losses + z_loss * jnp.square(log_sum + largest)

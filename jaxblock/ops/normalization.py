@@ -76,14 +76,14 @@ def _normalize(
     @partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(INVERSE_RMS))
     def normalize(x, scale):
         wide = x.astype(arithmetic_dtype(x.dtype))
-        mean_square = cpu.sum_last(wide * wide) / x.shape[-1]
+        mean_square = cpu.sum_last(wide * wide, simple=True) / x.shape[-1]
         inverse = checkpoint_name(lax.rsqrt(mean_square + eps), INVERSE_RMS)
-        normalized = cpu.multiply(wide, inverse)
+        normalized = wide * cpu.spread(inverse, x.shape)
         factor = scale.astype(wide.dtype) + scale_offset
         if cast == "before_scale":
             # The product of two 16-bit numbers is exact in float32, so this is the 16-bit product;
             # unlike one, it leaves the gradient of scale to be summed in float32.
             normalized, factor = round_to(normalized, x.dtype), round_to(factor, x.dtype)
-        return cpu.multiply(normalized, factor).astype(x.dtype)
+        return (normalized * cpu.spread(factor, x.shape)).astype(x.dtype)
 
     return normalize(x, scale)

@@ -30,5 +30,4 @@ POLICIES: dict[Remat, Any] = {
 
 def named(x: jax.Array, name: str) -> jax.Array:
     """`checkpoint_name`, so that what is kept of x can go through a loop as it is."""
-    kept = checkpoint_name(cpu.in_loops(x), name)
-    return kept if kept.dtype == x.dtype else cpu.undisguise(kept)
+    return cpu.out_of_loops(checkpoint_name(cpu.in_loops(x), name), x.dtype)
