@@ -128,8 +128,9 @@ def sum_last(x: jax.Array, simple: bool = False) -> jax.Array:
 
 @sum_last.defjvp
 def _sum_last_jvp(simple, primals, tangents):
-    # In reverse the sum of the tangents is a broadcast, which is fine as it is.
-    return _sum_in_parts(*primals), jnp.sum(*tangents, axis=-1, keepdims=True)
+    (x,), (dx,) = primals, tangents
+    # In reverse the sum of dx is a broadcast, which is fine as it is.
+    return _sum_in_parts(x), jnp.sum(dx, axis=-1, keepdims=True)
 
 
 def _sum_in_parts(x):
@@ -137,7 +138,7 @@ def _sum_in_parts(x):
     if parts == 1:
         return jnp.sum(x, axis=-1, keepdims=True)
     total = reduce(lax.add, jnp.split(x, parts, axis=-1))
-    return total @ jnp.ones((total.shape[-1], 1), x.dtype)
+    return _product(total, jnp.ones((total.shape[-1], 1), x.dtype))
 
 
 def max_last(x: jax.Array) -> jax.Array:
@@ -157,7 +158,8 @@ def spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 @spread.defjvp
 def _spread_jvp(shape, primals, tangents):
-    return spread(*primals, shape), _spread_in_parts(*tangents, shape)
+    (x,), (dx,) = primals, tangents
+    return spread(x, shape), _spread_in_parts(dx, shape)
 
 
 def _spread_in_parts(x, shape):
@@ -168,12 +170,17 @@ def _spread_in_parts(x, shape):
     if parts == 1:
         return jnp.broadcast_to(x, shape)
     if by_channel:
-        part = jnp.ones((rows // parts, 1), x.dtype) @ x.reshape(1, D)
+        part = _product(jnp.ones((rows // parts, 1), x.dtype), x.reshape(1, D))
         whole = jnp.concatenate([part] * parts, axis=0)
     else:
-        part = x.reshape(rows, 1) @ jnp.ones((1, D // parts), x.dtype)
+        part = _product(x.reshape(rows, 1), jnp.ones((1, D // parts), x.dtype))
         whole = jnp.concatenate([part] * parts, axis=1)
     return whole.reshape(shape)
+
+
+def _product(a, b):
+    # A sum, whatever precision was asked for of products.
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
 def _parts(shape, axis):
