@@ -384,7 +384,7 @@ def _total_over_chunks(
         table = embedding.astype(x_dtype)
 
         def losses_of_chunk(carry, chunk):
-            x, labels, factors = chunk
+            x, labels, factors = map(cpu.in_memory, chunk)
             logits = matmul(x, table, weight_axis=-1, out_dtype=wide)
             return carry, row_losses(logits, labels, factors)
 
@@ -396,7 +396,7 @@ def _total_over_chunks(
         table = embedding.astype(x_dtype)
 
         def gradients_of_chunk(dtable, chunk):
-            x, labels, factors = chunk
+            x, labels, factors = map(cpu.in_memory, chunk)
             logits = matmul(x, table, weight_axis=-1, out_dtype=wide)
             losses, pull_back = jax.vjp(
                 lambda logits, factors: row_losses(logits, labels, factors), logits, factors
