@@ -7,6 +7,10 @@ back, to write one token.
 A token's slot is its index among the real tokens of its row, so rows of different lengths, padded
 left, right or in between, lie in the cache as if each were alone. Layers with a window keep the
 window only: a ring in which the token of index p has the slot p modulo the ring's size.
+
+Slots come last in the keys and last but one in the values: so the two products of a decode step
+read the cache as it lies. As [B S K H] each step would first turn it: SmolLM2 on CPU, 8 rows of 300
+tokens, 37.2 ms a step in float32 and 23.8 in bfloat16, and 34.0 and 22.2 so.
 """
 
 from dataclasses import dataclass, field
@@ -27,18 +31,23 @@ class Cache:
     """Keys and values of the tokens so far; a pytree.
 
     Attributes:
-      keys, values: for each of `config.layer_kinds` [L' B S K H], its layers in order; bit patterns
-        if `dtype` has 16 bits. S is `capacity`, or the window where that is shorter.
+      keys: for each of `config.layer_kinds` [L' B K H S], its layers in order; bit patterns if
+        `dtype` has 16 bits. S is `capacity`, or the window where that is shorter.
+      values: likewise, [L' B K S H].
       lengths: [B], the tokens so far of each row.
       capacity: the most tokens that a row may have; static.
       dtype: of keys and values; static.
     """
 
-    keys: tuple[Shaped[Array, "L B S K H"], ...]
-    values: tuple[Shaped[Array, "L B S K H"], ...]
+    keys: tuple[Shaped[Array, "L B K H S"], ...]
+    values: tuple[Shaped[Array, "L B K S H"], ...]
     lengths: Int32[Array, "B"]
     capacity: int = field(metadata={"static": True})
     dtype: jnp.dtype = field(metadata={"static": True})
+
+    def slots(self, kind: int) -> int:
+        """S of a layer kind."""
+        return self.keys[kind].shape[-1]
 
 
 def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DTypeLike) -> Cache:
@@ -61,13 +70,12 @@ def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DT
     K, H = config.attention.num_key_value_heads, config.attention.head_dim
     stored = jnp.uint16 if dtype.itemsize == 2 else dtype
 
-    def zeros() -> tuple[jax.Array, ...]:
-        return tuple(
-            jnp.zeros((config.layers.count(index), batch_size, slots, K, H), stored)
-            for index, slots in enumerate(cache_slots(config, length))
-        )
-
-    return Cache(zeros(), zeros(), jnp.zeros(batch_size, jnp.int32), length, dtype)
+    keys, values = [], []
+    for index, slots in enumerate(cache_slots(config, length)):
+        heads = config.layers.count(index), batch_size, K
+        keys.append(jnp.zeros((*heads, H, slots), stored))
+        values.append(jnp.zeros((*heads, slots, H), stored))
+    return Cache(tuple(keys), tuple(values), jnp.zeros(batch_size, jnp.int32), length, dtype)
 
 
 def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
@@ -75,28 +83,53 @@ def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
     return tuple(min(length, kind.window or length) for kind in config.layer_kinds)
 
 
-def write(
-    stack: Shaped[Array, "L B S K H"],
+def write_keys(
+    stack: Shaped[Array, "L B K H S"],
     layer: int | Int32[Array, ""],
     new: Float[Array, "B T K H"],
     slots: Int32[Array, "B T"],
     dtype: jnp.dtype,
-) -> Shaped[Array, "L B S K H"]:
+) -> Shaped[Array, "L B K H S"]:
     """The stack with `new` in these slots of this layer; slots of S or more are left out.
 
     In place where the stack is not needed any more: in a loop, or donated.
     """
-    new = new.astype(dtype)
-    if stack.dtype != dtype:
-        new = lax.bitcast_convert_type(new, stack.dtype)
     rows = jnp.arange(new.shape[0])[:, None]
-    return stack.at[layer, rows, slots].set(new, mode="drop")
+    return stack.at[layer, rows, :, :, slots].set(_stored(new, stack, dtype), mode="drop")
 
 
-def read(
-    stack: Shaped[Array, "L B S K H"], layer: int | Int32[Array, ""], dtype: jnp.dtype
+def write_values(
+    stack: Shaped[Array, "L B K S H"],
+    layer: int | Int32[Array, ""],
+    new: Float[Array, "B T K H"],
+    slots: Int32[Array, "B T"],
+    dtype: jnp.dtype,
+) -> Shaped[Array, "L B K S H"]:
+    """As `write_keys`."""
+    rows = jnp.arange(new.shape[0])[:, None]
+    return stack.at[layer, rows, :, slots].set(_stored(new, stack, dtype), mode="drop")
+
+
+def read_keys(
+    stack: Shaped[Array, "L B K H S"], layer: int | Int32[Array, ""], dtype: jnp.dtype
 ) -> Float[Array, "B S K H"]:
-    """Keys or values of one layer."""
+    """The keys of one layer."""
+    return _read(stack, layer, dtype).transpose(0, 3, 1, 2)
+
+
+def read_values(
+    stack: Shaped[Array, "L B K S H"], layer: int | Int32[Array, ""], dtype: jnp.dtype
+) -> Float[Array, "B S K H"]:
+    """The values of one layer."""
+    return _read(stack, layer, dtype).transpose(0, 2, 1, 3)
+
+
+def _stored(new, stack, dtype):
+    new = new.astype(dtype)
+    return new if stack.dtype == dtype else lax.bitcast_convert_type(new, stack.dtype)
+
+
+def _read(stack, layer, dtype):
     held = stack[layer]
     return held if held.dtype == dtype else lax.bitcast_convert_type(held, dtype)
 
@@ -114,7 +147,7 @@ def slots_of(
       cache: the cache.
       kind: index of the layer kind.
     """
-    size = cache.keys[kind].shape[2]
+    size = cache.slots(kind)
     # Of tokens that would share a slot of the ring only the last is kept.
     kept = real & (order < cache.capacity) & (order >= lengths[:, None] - size)
     return jnp.where(kept, order % size, size)

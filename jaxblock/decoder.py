@@ -28,7 +28,15 @@ from jaxblock.block import (
     norm,
     rotary_angles,
 )
-from jaxblock.cache import Cache, held, read, slots_of, write
+from jaxblock.cache import (
+    Cache,
+    held,
+    read_keys,
+    read_values,
+    slots_of,
+    write_keys,
+    write_values,
+)
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.remat import BLOCK_OUTPUT, PARAMETER, POLICIES, Remat, named
@@ -234,28 +242,33 @@ def _extend(
     angles = _angles(order, config)
 
     def run_layer(layer, x, stacks, kind, index):
-        size = cache.keys[kind].shape[2]
+        size = cache.slots(kind)
         slots = slots_of(order, real, lengths, cache, kind)
 
         def attend(q, k, v):
+            def read(stacks):
+                keys, values = stacks
+                keys = read_keys(keys, index, cache.dtype).astype(q.dtype)
+                return keys, read_values(values, index, cache.dtype).astype(q.dtype)
+
             old = [stack[kind] for stack in stacks]
             new = [
-                write(stack, index, rows, slots, cache.dtype)
-                for stack, rows in zip(old, (k, v), strict=True)
+                write_keys(old[0], index, k, slots, cache.dtype),
+                write_values(old[1], index, v, slots, cache.dtype),
             ]
             if tokens.shape[1] == 1 or size == cache.capacity:
-                k, v = (read(stack, index, cache.dtype).astype(q.dtype) for stack in new)
-                keys = held(lengths, size)
+                k, v = read(new)
+                tokens_held = held(lengths, size)
             else:
                 # Of a ring, later tokens of this piece overwrite what earlier ones must see.
                 k, v = (
-                    jnp.concatenate([read(stack, index, cache.dtype).astype(q.dtype), rows], axis=1)
-                    for stack, rows in zip(old, (k, v), strict=True)
+                    jnp.concatenate([before, rows], axis=1)
+                    for before, rows in zip(read(old), (k, v), strict=True)
                 )
                 piece = jnp.where(real, order, -1)
-                keys = jnp.concatenate([held(cache.lengths, size), piece], axis=1)
-            visible = (keys >= 0)[:, None, None, :]
-            visible &= within(order, keys, config.layer_kinds[kind].window, causal=True)
+                tokens_held = jnp.concatenate([held(cache.lengths, size), piece], axis=1)
+            visible = (tokens_held >= 0)[:, None, None, :]
+            visible &= within(order, tokens_held, config.layer_kinds[kind].window, causal=True)
             y = ops.attention(
                 q,
                 k,
@@ -467,7 +480,7 @@ def _check_cache(
     counts = [stack.shape[0] for stack in cache.keys]
     layers = [config.layers.count(kind) for kind in range(len(config.layer_kinds))]
     heads = config.attention.num_key_value_heads, config.attention.head_dim
-    fits = counts == layers and all(stack.shape[3:] == heads for stack in cache.keys)
+    fits = counts == layers and all(stack.shape[2:4] == heads for stack in cache.keys)
     checks.require(fits, function, "cache must be one of this config", layers=counts)
     if isinstance(cache.lengths, jax.core.Tracer) or isinstance(mask, jax.core.Tracer):
         return

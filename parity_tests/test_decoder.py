@@ -246,7 +246,8 @@ def test_a_window_keeps_a_cache_of_the_window():
     cache = jaxblock.init_cache(config, 2, 100, dtype=jnp.bfloat16)
     kinds = [kind.window for kind in config.layer_kinds]
     assert kinds == [4, None]
-    assert [stack.shape for stack in cache.keys] == [(3, 2, 4, 2, 10), (2, 2, 100, 2, 10)]
+    assert [stack.shape for stack in cache.keys] == [(3, 2, 2, 10, 4), (2, 2, 2, 10, 100)]
+    assert [stack.shape for stack in cache.values] == [(3, 2, 2, 4, 10), (2, 2, 2, 100, 10)]
     # Bit patterns, so that the CPU backend does not convert a cache to write a token.
     assert {leaf.dtype.name for leaf in (*cache.keys, *cache.values)} == {"uint16"}
     assert cache.dtype == jnp.bfloat16
