@@ -222,6 +222,26 @@ def test_chunks_never_hold_all_logits():
     assert max(sizes(partial(linear_cross_entropy, chunk_size=8))) == 8 * 50
 
 
+@pytest.mark.parametrize(("dtype", "chunk_size"), [(jnp.float32, 128), (jnp.bfloat16, 256)])
+def test_memory_is_the_tables_gradient_and_one_chunk(dtype, chunk_size):
+    """SmolLM2's table. More tokens add two float32 arrays of the shape of x, and no logits."""
+    V, D = 49152, 576
+
+    def temporary(tokens):
+        arguments = (
+            jax.ShapeDtypeStruct((tokens, D), dtype),
+            jax.ShapeDtypeStruct((V, D), dtype),
+            jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        )
+        loss = lambda *args: linear_cross_entropy(*args, chunk_size=chunk_size)[0]  # noqa: E731
+        gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))
+        return gradients.lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    at_1024 = temporary(1024)
+    assert at_1024 <= 4 * V * D + 40e6
+    assert temporary(4096) - at_1024 <= 1.01 * 2 * 4 * D * (4096 - 1024)
+
+
 @pytest.mark.parametrize("dtype", FLOAT16S)
 def test_the_gradient_of_a_table_is_summed_in_float32(dtype):
     """1024 times a half in chunks of 4: a 16-bit sum (bfloat16) would stop at 256."""

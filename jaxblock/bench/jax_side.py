@@ -21,9 +21,10 @@ from jaxblock.bench.contenders import ADAMW, CHECKED_STEPS, LIMIT, OURS, Builder
 from jaxblock.bench.rows import MODELS, Row, work
 from jaxblock.parameters import unflatten
 
-# Tokens whose logits `linear_cross_entropy` holds at once: on a CPU 25 MB in float32 for a
-# vocabulary of 49152; a GPU has more memory, and more to do at once.
-CHUNK = {"cpu": 128}
+# Tokens whose logits `linear_cross_entropy` holds at once: on a CPU so many that, with a vocabulary
+# of 49152, temporary memory stays under the table's gradient in float32 and 40 MB; a GPU has more
+# memory, and more to do at once.
+CPU_CHUNK = {"float32": 128, "bfloat16": 256}
 GPU_CHUNK = 1024
 
 
@@ -200,7 +201,7 @@ def _embed(row: Row, given: dict[str, jax.Array]) -> Builders:
 
 def _loss(row: Row, given: dict[str, jax.Array]) -> Builders:
     x, table, labels = given["x"], given["table"], given["labels"]
-    size = CHUNK.get(jax.default_backend(), GPU_CHUNK)
+    size = CPU_CHUNK[row.dtype] if jax.default_backend() == "cpu" else GPU_CHUNK
     named = lambda x, table: dict(x=x, table=table)  # noqa: E731
 
     def ours():
