@@ -87,6 +87,33 @@ def test_linear_cross_entropy_parity(dtype, torch_ref):
     )
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parity_of_many_logits(dtype, torch_ref):
+    """Enough of them for a CPU to sum in parts: dense, and 2 chunks of 12 rows x 8192."""
+    labels = np.random.default_rng(3).integers(0, 8000, (2, 12)).astype(np.int32)
+    labels[0, 3] = -100
+    options = dict(num_valid=8000, label_smoothing=0.1, z_loss=0.01)
+    x, table = random_arrays(4, (2, 12, 16), (8192, 16))
+
+    def dense(loss, logits, labels):
+        return loss(logits, labels, **options)
+
+    def chunked(loss, x, table, labels):
+        return loss(x, table, labels, chunk_size=12, **options)
+
+    for called, name, inputs in (
+        (dense, "cross_entropy", (x @ table.T, labels)),
+        (chunked, "linear_cross_entropy", (x, table, labels)),
+    ):
+        ours, theirs = globals()[name], getattr(torch_ref, name)
+        both = partial(called, ours), partial(called, theirs)
+        assert_parity(*both, inputs, dtypes=[dtype], roundings=0)
+        spoilt = [jnp.asarray(one, dtype) for one in inputs[:-1]]
+        spoilt[0] = spoilt[0].at[1, 7, 3].set(jnp.nan)
+        assert np.isnan(called(ours, *spoilt, jnp.asarray(labels))[0])
+
+
 def smoothed_over_padding(logits, labels, *, num_valid, label_smoothing, **options):
     share = label_smoothing * num_valid / logits.shape[-1]
     return cross_entropy(logits, labels, num_valid=num_valid, label_smoothing=share, **options)

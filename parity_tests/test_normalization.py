@@ -28,12 +28,14 @@ CASTS = ("after_scale", "before_scale")
 # Shape of x, its size, eps, scale_offset, cast. No leading axis and several, a one, a prime, a
 # remainder. The rows are not centred, and those of size 1e-3 weigh eps: a norm that subtracts the
 # mean or takes another eps is seen. A row of one number keeps a share of eps too, since otherwise
-# its gradient is a difference of two equal numbers.
+# its gradient is a difference of two equal numbers. From 2^16 numbers on the CPU sums in parts.
 LAYERS = {
     "no leading axis": ((7,), 1.0, 1e-6, 0.0, "after_scale"),
     "one channel": ((3, 1), 1.0, 0.5, 0.0, "before_scale"),
     "small rows": ((2, 3, 64), 1e-3, 1e-6, 0.0, "before_scale"),
     "many axes": ((5, 1, 2, 33), 1.0, 1e-5, 1.0, "after_scale"),
+    "in parts": ((6, 50, 264), 1.0, 1e-5, 0.0, "after_scale"),
+    "in parts, rounded before": ((311, 256), 1.0, 1e-6, 0.0, "before_scale"),
 }
 
 
@@ -144,7 +146,7 @@ def float64_norm_and_gradients(x, scale, dy, eps, scale_offset):
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
-@pytest.mark.parametrize("layer", ["small rows", "many axes"])
+@pytest.mark.parametrize("layer", ["small rows", "many axes", "in parts"])
 def test_against_float64(layer, dtype):
     shape, size, eps, scale_offset, cast = LAYERS[layer]
     with jax.enable_x64(dtype == "float64"):

@@ -28,6 +28,9 @@ PARTS = 8
 MANY = 2**16
 
 
+# Products -----------------------------------------------------------------------------------------
+
+
 def contract_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x[*B D] · weight[D *F]; the sum of two products where that is more exact and costs little."""
     # One term after the other errs 1.15 to 1.25 times as much as PyTorch does. At the logits of a
@@ -108,12 +111,13 @@ def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
     return add_block(blocks * BLOCK, total, rest) if rest else total
 
 
+# Sums ---------------------------------------------------------------------------------------------
+
 # A reduction is a kernel of YNNPACK too, for which whatever is summed is first written out,
 # converted and broadcast, as float32: 24 ms for the gradients of a bfloat16 RMSNorm of
 # [4096, 1024], most of them for the pages of 67 MB of new memory. As a sum of slices it is one loop
 # that computes what it sums, and the little that is left is summed as a product with ones: 1.6 ms.
-# The two functions below have that form on CPU, in their gradients too, and the plain one
-# elsewhere.
+# The functions below have that form on CPU, in their gradients too, and the plain one elsewhere.
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -142,7 +146,10 @@ def _sum_in_parts(x):
 
 
 def max_last(x: jax.Array) -> jax.Array:
-    """The largest over the last axis, which stays, with length 1; it has no gradient."""
+    """The largest over the last axis, which stays, with length 1; it has no gradient.
+
+    Of a row with a NaN it may be another number: XLA's own kernel for long rows leaves NaN out.
+    """
     x = lax.stop_gradient(x)
     parts = _parts(x.shape, -1)
     if parts > 1:
@@ -188,6 +195,8 @@ def _parts(shape, axis):
         return 1
     return max(parts for parts in range(1, PARTS + 1) if shape[axis] % parts == 0)
 
+
+# Loops --------------------------------------------------------------------------------------------
 
 # Slices and updates of bfloat16 are computed by way of float32, so what a loop over layers keeps
 # for the backward pass is twice as large there. Those of float16 are not, and unlike integers
