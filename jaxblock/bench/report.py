@@ -175,7 +175,9 @@ def chart(results: list[Result], file: Path) -> None:
     least, most = min([0.5, *ratios]), max([2.0, *ratios])
     ticks = [2.0**power for power in range(-8, 9) if least / 2 < 2.0**power < most * 2]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set_xlim(least * 0.8, most * 1.35)
+    # Room for what is written beside the longest bar.
+    axes.set_xlim(least * 0.8, most * 3.0)
+    axes.margins(y=0.01)
     axes.axvline(1.0, color="black", linewidth=1)
     for place, (result, ratio) in enumerate(zip(shown, ratios, strict=True)):
         text = f" {ratio:.2f} {result.fastest_peer} "
