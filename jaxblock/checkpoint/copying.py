@@ -13,7 +13,7 @@ import numpy as np
 
 # Bytes of a strip, but at least so many rows as fill a line of the cache: they are read side by
 # side, column by column, and what is written of each column should be whole lines. (Strips of half
-# or twice the size are as fast; twice as many rows take 1.1 to 2 times as long.)
+# the size are as fast; twice the size, or twice as many rows, takes up to twice as long.)
 _STRIP = 2**17
 _LINE = 64
 # XLA on CPU takes memory over without a copy if it is aligned to this.
