@@ -24,6 +24,9 @@ from jaxtyping import Array, Bool, Float, Int32, Shaped
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks
 
+# Of one layer kind: its keys and its values.
+Stacks = tuple[Shaped[Array, "L B K H S"], Shaped[Array, "L B K S H"]]
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -83,55 +86,39 @@ def cache_slots(config: DecoderConfig, length: int) -> tuple[int, ...]:
     return tuple(min(length, kind.window or length) for kind in config.layer_kinds)
 
 
-def write_keys(
-    stack: Shaped[Array, "L B K H S"],
+def write(
+    stacks: Stacks,
     layer: int | Int32[Array, ""],
-    new: Float[Array, "B T K H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
     slots: Int32[Array, "B T"],
     dtype: jnp.dtype,
-) -> Shaped[Array, "L B K H S"]:
-    """The stack with `new` in these slots of this layer; slots of S or more are left out.
+) -> Stacks:
+    """The stacks with k and v in these slots of this layer; slots of S or more are left out.
 
-    In place where the stack is not needed any more: in a loop, or donated.
+    In place where the stacks are not needed any more: in a loop, or donated.
     """
-    rows = jnp.arange(new.shape[0])[:, None]
-    return stack.at[layer, rows, :, :, slots].set(_stored(new, stack, dtype), mode="drop")
+    keys, values = stacks
+    rows = jnp.arange(k.shape[0])[:, None]
+
+    def stored(new):
+        new = new.astype(dtype)
+        return new if keys.dtype == dtype else lax.bitcast_convert_type(new, keys.dtype)
+
+    keys = keys.at[layer, rows, :, :, slots].set(stored(k), mode="drop")
+    return keys, values.at[layer, rows, :, slots].set(stored(v), mode="drop")
 
 
-def write_values(
-    stack: Shaped[Array, "L B K S H"],
-    layer: int | Int32[Array, ""],
-    new: Float[Array, "B T K H"],
-    slots: Int32[Array, "B T"],
-    dtype: jnp.dtype,
-) -> Shaped[Array, "L B K S H"]:
-    """As `write_keys`."""
-    rows = jnp.arange(new.shape[0])[:, None]
-    return stack.at[layer, rows, :, slots].set(_stored(new, stack, dtype), mode="drop")
+def read(
+    stacks: Stacks, layer: int | Int32[Array, ""], dtype: jnp.dtype
+) -> tuple[Float[Array, "B S K H"], Float[Array, "B S K H"]]:
+    """Keys and values of one layer."""
 
+    def numbers(held):
+        return held if held.dtype == dtype else lax.bitcast_convert_type(held, dtype)
 
-def read_keys(
-    stack: Shaped[Array, "L B K H S"], layer: int | Int32[Array, ""], dtype: jnp.dtype
-) -> Float[Array, "B S K H"]:
-    """The keys of one layer."""
-    return _read(stack, layer, dtype).transpose(0, 3, 1, 2)
-
-
-def read_values(
-    stack: Shaped[Array, "L B K S H"], layer: int | Int32[Array, ""], dtype: jnp.dtype
-) -> Float[Array, "B S K H"]:
-    """The values of one layer."""
-    return _read(stack, layer, dtype).transpose(0, 2, 1, 3)
-
-
-def _stored(new, stack, dtype):
-    new = new.astype(dtype)
-    return new if stack.dtype == dtype else lax.bitcast_convert_type(new, stack.dtype)
-
-
-def _read(stack, layer, dtype):
-    held = stack[layer]
-    return held if held.dtype == dtype else lax.bitcast_convert_type(held, dtype)
+    keys, values = (numbers(stack[layer]) for stack in stacks)
+    return keys.transpose(0, 3, 1, 2), values.transpose(0, 2, 1, 3)
 
 
 def slots_of(

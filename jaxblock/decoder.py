@@ -28,15 +28,7 @@ from jaxblock.block import (
     norm,
     rotary_angles,
 )
-from jaxblock.cache import (
-    Cache,
-    held,
-    read_keys,
-    read_values,
-    slots_of,
-    write_keys,
-    write_values,
-)
+from jaxblock.cache import Cache, held, read, slots_of, write
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.remat import BLOCK_OUTPUT, PARAMETER, POLICIES, Remat, named
@@ -246,24 +238,17 @@ def _extend(
         slots = slots_of(order, real, lengths, cache, kind)
 
         def attend(q, k, v):
-            def read(stacks):
-                keys, values = stacks
-                keys = read_keys(keys, index, cache.dtype).astype(q.dtype)
-                return keys, read_values(values, index, cache.dtype).astype(q.dtype)
-
-            old = [stack[kind] for stack in stacks]
-            new = [
-                write_keys(old[0], index, k, slots, cache.dtype),
-                write_values(old[1], index, v, slots, cache.dtype),
-            ]
+            keys, values = stacks
+            old = keys[kind], values[kind]
+            new = write(old, index, k, v, slots, cache.dtype)
             if tokens.shape[1] == 1 or size == cache.capacity:
-                k, v = read(new)
+                k, v = (rows.astype(q.dtype) for rows in read(new, index, cache.dtype))
                 tokens_held = held(lengths, size)
             else:
                 # Of a ring, later tokens of this piece overwrite what earlier ones must see.
                 k, v = (
-                    jnp.concatenate([before, rows], axis=1)
-                    for before, rows in zip(read(old), (k, v), strict=True)
+                    jnp.concatenate([before.astype(q.dtype), rows], axis=1)
+                    for before, rows in zip(read(old, index, cache.dtype), (k, v), strict=True)
                 )
                 piece = jnp.where(real, order, -1)
                 tokens_held = jnp.concatenate([held(cache.lengths, size), piece], axis=1)
