@@ -638,3 +638,18 @@ def test_the_cap_bounds_and_keeps_the_order(logits, cap, dtype):
     assert np.all(np.abs(capped) <= np.abs(plain) * (1 + 16 * 2.0**-24))
     order = np.argsort(plain, kind="stable")
     assert np.all(np.diff(capped[order]) >= -cap * 16 * 2.0**-24)
+
+
+def test_a_loop_does_not_convert_the_table_before_it():
+    """As a loop of decode steps would: all of it to float32, to look a few rows of 16 bits up."""
+    V, D = 20_000, 64
+
+    def walk(tokens, table):
+        def step(_, tokens):
+            return jnp.argmax(embed(tokens, table).astype(jnp.float32), axis=-1).astype(jnp.int32)
+
+        return lax.fori_loop(0, 4, step, tokens)
+
+    arguments = jax.ShapeDtypeStruct((2,), jnp.int32), jax.ShapeDtypeStruct((V, D), jnp.bfloat16)
+    memory = jax.jit(walk).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < V * D
