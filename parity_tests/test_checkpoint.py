@@ -261,6 +261,8 @@ def test_strips_make_no_difference(dtype):
     for shape, order in (
         ((700, 300), (1, 0)),
         ((65, 4100), (1, 0)),
+        ((200, 1024), (1, 0)),
+        ((200, 1024), (0, 1)),
         ((3, 70, 2, 500), (3, 0, 2, 1)),
         ((2, 300, 400), (0, 2, 1)),
         ((3, 2, 200, 350), (0, 3, 1, 2)),
@@ -271,6 +273,9 @@ def test_strips_make_no_difference(dtype):
         assert leaf.ctypes.data % 64 == 0
         copying.copy(leaf.transpose(np.argsort(order)), values.reshape(-1, shape[-1]))
         assert_same_bits(leaf, values.transpose(order))
+        back = np.empty_like(values)
+        copying.copy(back, leaf.transpose(np.argsort(order)))
+        assert_same_bits(back, values)
 
 
 def hand_made(path, dtype, data, shape):
