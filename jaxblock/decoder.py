@@ -351,9 +351,7 @@ def _look_up(layers: Params, first: jax.Array, count: int) -> list[Params]:
     layers, first = lax.optimization_barrier((lax.stop_gradient(layers), first))
     return [
         jax.tree.map(
-            lambda leaf, place=place: named(
-                lax.dynamic_index_in_dim(leaf, first + place, keepdims=False), PARAMETER
-            ),
+            lambda leaf, place=place: named(cpu.look_up(leaf, first + place), PARAMETER),
             layers,
         )
         for place in range(count)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import assert_same_bits, equations, random_arrays
 
-from jaxblock.ops import cpu
+from jaxblock.ops import cpu, embed
 
 # Eight parts, five, and a prime, which stays whole; rows likewise.
 SHAPES = [(256, 512), (4, 65, 300), (97, 701)]
@@ -67,6 +67,74 @@ def test_large_sums_are_slices_and_products_and_small_ones_are_not():
     for function in (cpu.sum_last, gradient):
         assert "dot_general" in primitives(function, large)
         assert "dot_general" not in primitives(function, small)
+
+
+# Eight parts, four, one (a prime), and too small for parts.
+@pytest.mark.parametrize("depth, width", [(512, 384), (268, 400), (701, 300), (16, 24)])
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_product_of_one_row(depth, width, axis, dtype):
+    a, b = (x.astype(dtype) for x in random_arrays(0, (1, depth), (depth, width)))
+    b = b if axis == 0 else b.T
+    product = jax.jit(lambda a, b: cpu.contract_16bit(a, b, (1,), (axis,)))
+    y = product(a, b)
+    assert y.dtype == jnp.float32 and y.shape == (1, width)
+    wide_a, wide_b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    close(y, wide_a @ (wide_b if axis == 0 else wide_b.T), depth)
+
+
+@on_cpu
+def test_products_of_one_row_under_vmap_are_one_product():
+    a, b = (jnp.asarray(x, jnp.bfloat16) for x in random_arrays(0, (64, 1, 512), (512, 384)))
+    one = lambda a, b: cpu.contract_16bit(a, b, (1,), (0,))  # noqa: E731
+    close(
+        jax.vmap(one, (0, None))(a, b)[:, 0], np.asarray(a[:, 0], "f8") @ np.asarray(b, "f8"), 512
+    )
+    several = jnp.stack([b, 2 * b])
+    close(jax.vmap(one)(a[:2], several)[1], np.asarray(a[1], "f8") @ np.asarray(2 * b, "f8"), 1024)
+    memory = jax.jit(jax.vmap(one, (0, None))).lower(a, b).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * b.size
+
+
+def test_derivatives_of_a_product_of_one_row():
+    a, b, da = (jnp.asarray(x) for x in random_arrays(0, (1, 512), (512, 384), (1, 512)))
+    small = [x.astype(jnp.bfloat16) for x in (a, b, da)]
+    a, b, da = (np.asarray(x, np.float64) for x in small)
+    product = lambda a, b: cpu.contract_16bit(a, b, (1,), (0,))  # noqa: E731
+    close(jax.jvp(lambda a: product(a, small[1]), small[:1], small[2:])[1], da @ b, 512)
+    gradient = jax.grad(lambda a: jnp.sum(product(a, small[1])))(small[0])
+    np.testing.assert_allclose(np.asarray(gradient, "f8"), b.sum(1)[None], rtol=0, atol=0.5)
+
+
+@on_cpu
+def test_steps_of_one_row_convert_no_weights():
+    """A loop over tokens and one over layers, as in decoding: neither the stack nor the table."""
+    L, D, V = 6, 512, 4096
+    shapes = dict(x=(1, D), stack=(L, D, D), table=(V, D))
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes.values()]
+
+    def token(x, stack, table):
+        def layer(i, x):
+            weight = cpu.look_up(stack, i)
+            return cpu.contract_16bit(x, weight, (1,), (0,)).astype(x.dtype)
+
+        x = jax.lax.fori_loop(0, L, layer, x)
+        logits = cpu.contract_16bit(x, table, (1,), (1,))
+        return embed(jnp.argmax(logits)[None], table)
+
+    def tokens(x, stack, table):
+        return jax.lax.fori_loop(0, 3, lambda _, x: token(x, stack, table), x)
+
+    memory = jax.jit(tokens).lower(*arguments).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 4 * L * D * D
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
+def test_look_up_is_an_index(dtype):
+    stack = jnp.asarray(np.arange(-30, 30).reshape(5, 3, 4), dtype)
+    look_up = jax.jit(cpu.look_up)
+    for index in range(5):
+        assert_same_bits(look_up(stack, jnp.int32(index)), stack[index])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32"])

@@ -183,19 +183,22 @@ def test_ids_of_every_integer_dtype(wide_types):
             assert_same_bits(jax.jit(embed)(tokens, table), table[[0, 5, 127]])
 
 
+@pytest.mark.parametrize("V", [7, 1000])
 @pytest.mark.parametrize("dtype", [*FLOATS, "float64"])
-def test_gradient_of_a_lookup_against_float64(dtype, x64):
-    tokens = np.random.default_rng(0).integers(0, 7, (5, 33))
-    table, dy = (a.astype(dtype) for a in random_arrays(1, (7, 5), (5, 33, 5)))
+def test_gradient_of_a_lookup_against_float64(dtype, V, x64):
+    """More tokens than rows, and fewer; some of them occur often, some rows never."""
+    tokens = np.random.default_rng(0).integers(0, 7, (5, 33)) * (V // 7)
+    table, dy = (a.astype(dtype) for a in random_arrays(1, (V, 5), (5, 33, 5)))
 
     @jax.jit
     def gradient_of_table(tokens, table, dy):
         return jax.vjp(partial(embed, tokens), table)[1](dy)[0]
 
     gradient = gradient_of_table(tokens, table, dy)
-    expected = np.zeros((7, 5))
+    expected = np.zeros((V, 5))
     np.add.at(expected, tokens, dy.astype(np.float64))
     assert gradient.dtype == dtype
+    assert not np.any(np.asarray(gradient)[np.setdiff1d(np.arange(V), tokens)])
     # A sum of about 24 standard normal numbers a row.
     assert_matches_float64(gradient, expected, reduction_length=165, scale=(165 / 7) ** 0.5)
 
@@ -206,6 +209,21 @@ def test_gradient_of_a_frequent_id_loses_nothing(dtype):
     tokens, table = jnp.zeros(4096, jnp.int32), jnp.ones((2, 3), dtype)
     gradient = jax.jit(jax.grad(lambda table: jnp.sum(embed(tokens, table).astype("f4"))))(table)
     assert_same_bits(gradient, np.array([[4096] * 3, [0] * 3], dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT16S)
+def test_gradient_of_few_ids_makes_no_float32_table(dtype):
+    V, D = 20_000, 64
+    tokens = jnp.array([[5, -1, 5], [V, 19_999, 5]])
+    table, dy = jnp.zeros((V, D), dtype), jnp.ones((2, 3, D), dtype)
+    gradient = jax.jit(lambda tokens, table, dy: jax.vjp(partial(embed, tokens), table)[1](dy)[0])
+    assert_same_bits(
+        gradient(tokens, table, dy),
+        np.zeros((V, D), dtype)
+        + np.array([3 * (v == 5) + (v == V - 1) for v in range(V)], dtype)[:, None],
+    )
+    memory = gradient.lower(tokens, table, dy).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < V * D
 
 
 def test_lookup_and_cast_touch_no_whole_table():
