@@ -92,14 +92,11 @@ def _one_row(a: jax.Array, b: jax.Array, b_axis: int) -> jax.Array:
         products = a.astype(jnp.float32) * b.astype(jnp.float32)
         return _sum_in_parts(products, b_axis).reshape(-1)
 
-    def nothing(a, b):
-        return jnp.zeros(b.shape[1 - b_axis], jnp.float32)
-
     # By itself: a look-up of b in a stack of layers would become part of the sums, which are not
     # vectorised then. 64 tokens of SmolLM2 would take 5.3 s; they take 2.5 s.
     @jax.custom_batching.custom_vmap
     def alone(a, b):
-        return lax.cond(_is_true(a), sum_of_products, nothing, a, b)
+        return _alone(sum_of_products, a, b)
 
     # Under `vmap` it is more than one row, and the parts would be large.
     @alone.def_vmap
@@ -132,7 +129,7 @@ def _turned(a):
     # way of integers it is folded all the same, and in both branches it is moved out of them.
     if a.size == 0:
         return a.T
-    return lax.cond(_is_true(a), jnp.transpose, lambda a: jnp.zeros(a.shape[::-1], a.dtype), a)
+    return _alone(jnp.transpose, a)
 
 
 def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -292,28 +289,32 @@ def in_memory(x: jax.Array) -> jax.Array:
     # product of [1024, 2, 1536] 6.1 ms, and 1.3 ms so. XLA drops a barrier before it fuses loops.
     if jax.default_backend() != "cpu" or x.size == 0:
         return x
-    return lax.cond(_is_true(x), lambda x: x, jnp.zeros_like, x)
+    return _alone(lambda x: x, x)
 
 
 def look_up(stack: jax.Array, index: jax.Array) -> jax.Array:
     """stack[index]; it has no gradient."""
 
-    def find(stack, index):
+    def find(index, stack):
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
     if jax.default_backend() != "cpu" or stack.dtype != jnp.bfloat16 or stack.size == 0:
-        return find(stack, index)
+        return find(index, stack)
 
     # As integers, which are moved as they are, and by itself, as `in_memory`: `forward` of 256
     # tokens of SmolLM2 takes 0.83 s so, and 0.88 s without.
-    def find_bits(stack, index):
-        bits = find(lax.bitcast_convert_type(stack, jnp.uint16), index)
+    def find_bits(index, stack):
+        bits = find(index, lax.bitcast_convert_type(stack, jnp.uint16))
         return lax.bitcast_convert_type(bits, stack.dtype)
 
-    def nothing(stack, index):
-        return jnp.zeros(stack.shape[1:], stack.dtype)
+    return _alone(find_bits, index, stack)
 
-    return lax.cond(_is_true(index), find_bits, nothing, stack, index)
+
+def _alone(function, *operands):
+    """function(*operands), with which XLA fuses nothing: a branch, and the other is never taken."""
+    result = jax.eval_shape(function, *operands)
+    never = lambda *_: jnp.zeros(result.shape, result.dtype)  # noqa: E731
+    return lax.cond(_is_true(operands[0]), function, never, *operands)
 
 
 def _is_true(x):
