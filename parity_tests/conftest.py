@@ -1,5 +1,6 @@
 """Strict settings for every test in this folder, and the fixtures that they share."""
 
+import gc
 import os
 import re
 import shutil
@@ -18,6 +19,11 @@ if OWNS_COMPILED:
     os.environ[COMPILED] = tempfile.mkdtemp(prefix="jaxblock-tests-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# Half of that is LLVM's optimisation, which changes neither the programs nor their products and
+# sums. Without it unless JAX_DISABLE_MOST_OPTIMIZATIONS=0 says otherwise; files marked `optimized`,
+# which state what a user's own programs reach, are compiled as a user's are in any case.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 import jax
 import jaxtyping
@@ -68,6 +74,12 @@ def pytest_report_header(config):
     return lines
 
 
+def pytest_sessionstart():
+    # What was imported stays: a collection that looks at it again and again is 4 % of the time.
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+
+
 def pytest_unconfigure():
     if OWNS_COMPILED:
         shutil.rmtree(os.environ[COMPILED], ignore_errors=True)
@@ -96,6 +108,23 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def optimization(request):
+    """Compile as users do, in this process and in those it starts, where a file is `optimized`."""
+    setting = "jax_disable_most_optimizations"
+    default = jax.config.read(setting)
+    if not default or request.node.get_closest_marker("optimized") is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(setting.upper(), "0")
+        jax.config.update(setting, False)
+        jax.clear_caches()
+        yield
+        jax.config.update(setting, default)
+        jax.clear_caches()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from jaxblock.ops import cpu, embed
 
 # Eight parts, five, and a prime, which stays whole; rows likewise.
 SHAPES = [(256, 512), (4, 65, 300), (97, 701)]
+pytestmark = pytest.mark.optimized
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the plain form elsewhere")
 
 

@@ -29,7 +29,11 @@ from jaxblock.model_parity.whole_model import (
 from jaxblock.parity.arrays import to_jax, to_numpy
 from jaxblock.parity.compare import rms
 
-pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.optimized,
+    pytest.mark.torch,
+    pytest.mark.usefixtures("one_thread"),
+]
 
 LAYERS = 30
 CALLS = 1 + (2 * LAYERS + 1) + LAYERS + 1

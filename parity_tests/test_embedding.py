@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxblock import embed, resize_embedding, unembed
 from jaxblock.parity import assert_parity
 
-pytestmark = pytest.mark.usefixtures("shape_checks")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("shape_checks")]
 
 INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 # Leading axes of x, D, V, size of the logits, softcap, num_valid. No leading axis and several, a

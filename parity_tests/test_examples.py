@@ -13,7 +13,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 REFERENCE = EXAMPLES / "transformer_block_reference.py"
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.optimized, pytest.mark.torch]
 
 
 @pytest.fixture(scope="module")

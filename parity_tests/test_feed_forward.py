@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxblock import geglu, intermediate_size, pack_gate_up, swiglu, unpack_gate_up
 from jaxblock.parity import assert_parity
 
-pytestmark = pytest.mark.usefixtures("shape_checks")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("shape_checks")]
 
 # Leading axes, D, F: none and several, a one, a prime, a remainder.
 LAYERS = {

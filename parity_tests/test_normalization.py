@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxblock import rms_norm
 from jaxblock.parity import assert_parity
 
-pytestmark = pytest.mark.usefixtures("shape_checks")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("shape_checks")]
 
 CASTS = ("after_scale", "before_scale")
 # Shape of x, its size, eps, scale_offset, cast. No leading axis and several, a one, a prime, a

@@ -23,7 +23,7 @@ import jaxblock
 from jaxblock.ops import cpu
 from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul, round_to
 
-pytestmark = pytest.mark.usefixtures("shape_checks")
+pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("shape_checks")]
 
 # x [*B D], weight [D *F] or [*F D]: no leading axis and several; a one, a prime and a remainder of
 # every vector width.
