@@ -32,6 +32,7 @@ from jaxblock.cache import Cache, held, read, slots_of, write
 from jaxblock.config import DecoderConfig
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.remat import BLOCK_OUTPUT, PARAMETER, POLICIES, Remat, named
+from jaxblock.ops.sharding import along, axes, laid_out, like
 from jaxblock.parameters import check_params
 from jaxblock.sequence import token_order, within
 
@@ -187,7 +188,23 @@ def decode_step(
     return _extend(params, tokens, cache, None, config=config)
 
 
+def _layout_of_activations(params, tokens, positions, mask):
+    hidden: Any = along(*axes(tokens), None)
+    blocks: Any = along(None, *axes(tokens), None)
+    logits: Any = along(*axes(tokens), (_table(params), 0))
+    return Activations(hidden, blocks, hidden, logits)
+
+
+def _layout_of_cache(params, tokens, cache, mask):
+    return along((tokens, 0), (_table(params), 0)), jax.tree.map(like, cache)
+
+
+def _table(params):
+    return params.get("unembedding", params["embedding"])
+
+
 # Each is jitted, so that a call outside `jit` is one compiled program; inside one it is inlined.
+@laid_out(_layout_of_activations)
 @partial(
     jax.jit, static_argnames=("config", "dtype", "remat", "keep_blocks", "project"), inline=True
 )
@@ -219,6 +236,7 @@ def _forward(
     return Activations(embedding, blocks, final_norm, logits)
 
 
+@laid_out(_layout_of_cache)
 @partial(jax.jit, static_argnames="config", inline=True)
 def _extend(
     params: Params,

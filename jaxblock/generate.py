@@ -14,6 +14,7 @@ from jaxblock.cache import init_cache
 from jaxblock.config import DecoderConfig
 from jaxblock.decoder import check_tokens, decode_step, prefill
 from jaxblock.ops import checks
+from jaxblock.ops.sharding import along, laid_out
 from jaxblock.parameters import Params, check_params
 
 Sampler = Callable[..., jax.Array]
@@ -106,6 +107,7 @@ def generate(
     return jnp.concatenate([prompts, new], axis=1)
 
 
+@laid_out(lambda params, tokens, mask, key: along((tokens, 0), None))
 @partial(
     jax.jit,
     static_argnames=("config", "max_new_tokens", "stop_tokens", "pad_token", "sampler"),

@@ -429,14 +429,21 @@ def test_imports_go_down_only():
 
 
 def test_ops_are_on_floors():
-    """checks, what the CPU needs, products and precision at the bottom; one idea a file above."""
-    bottom = {f"jaxblock.ops.{stem}" for stem in ("checks", "cpu", "precision", "remat")}
+    """Layouts, checks, what the CPU needs and precision at the bottom; one idea a file above."""
+    below = {
+        "sharding": [],
+        "checks": ["sharding"],
+        "cpu": [],
+        "precision": ["cpu"],
+        "remat": ["cpu"],
+    }
+    bottom = {f"jaxblock.ops.{stem}" for stem in below}
     for stem in STEMS:
         ours = {m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock")}
         assert ours <= bottom | {"jaxblock.ops"}, stem
-    for stem, below in (("checks", []), ("cpu", []), ("precision", ["cpu"]), ("remat", ["cpu"])):
+    for stem, names in below.items():
         ours = [m for m in imported(f"jaxblock/ops/{stem}.py") if m.startswith("jaxblock.ops.")]
-        assert ours == [f"jaxblock.ops.{name}" for name in below], stem
+        assert ours == [f"jaxblock.ops.{name}" for name in names], stem
 
 
 def test_nothing_private_of_jax_is_used():

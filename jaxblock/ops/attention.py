@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype
+from jaxblock.ops.sharding import laid_out, like
 
 
 def attention(
@@ -118,6 +119,7 @@ def attention(
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda q, k, v, mask: like(q))
 @partial(jax.jit, static_argnames=("scale", "causal", "window", "softcap"), inline=True)
 def _attend(
     q: jax.Array,

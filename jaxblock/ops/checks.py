@@ -14,6 +14,8 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import DTypeLike
 
+from jaxblock.ops.sharding import along, laid_out
+
 FLOAT_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
@@ -112,7 +114,7 @@ def ids(
         bad = (array < 0) | (array >= num_rows)
         if ignore is not None:
             bad &= array != ignore
-        first = array.ravel()[jnp.argmax(bad.ravel())]
+        first = _first(array, bad)
         checkify.debug_check(
             ~jnp.any(bad),
             f"{function}: {allowed}; got {{first}}",
@@ -134,6 +136,11 @@ def ids(
             **{name: int(known[position]), "position": position, "V": num_rows},
         )
     return array
+
+
+@laid_out(lambda array, where: along())
+def _first(array, where):
+    return array.ravel()[jnp.argmax(where.ravel())]
 
 
 def flag(function: str, name: str, value: Any) -> bool:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul
+from jaxblock.ops.sharding import along, laid_out
 
 ROW_STATISTIC = "cross_entropy_row_statistic"
 
@@ -234,6 +235,7 @@ STATIC = ("ignore_index", "num_valid", "label_smoothing", "z_loss")
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda *arrays: (along(), along()))
 @partial(jax.jit, static_argnames=STATIC, inline=True)
 def _dense(
     logits: jax.Array,
@@ -258,6 +260,7 @@ def _dense(
     return jnp.sum(losses), count
 
 
+@laid_out(lambda *arrays: (along(), along()))
 @partial(jax.jit, static_argnames=("chunk_size", "softcap", *STATIC), inline=True)
 def _chunked(
     x: jax.Array,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Integer, PRNGKeyArray
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
+from jaxblock.ops.sharding import along, axes, laid_out
 
 
 def embed(tokens: Integer[Array, "*B"], embedding: Float[Array, "V D"]) -> Float[Array, "*B D"]:
@@ -33,9 +34,7 @@ def embed(tokens: Integer[Array, "*B"], embedding: Float[Array, "V D"]) -> Float
     (embedding,) = checks.floating("embed", embedding=embedding)
     checks.require(embedding.ndim == 2, "embed", "embedding must be [V D]", embedding=embedding)
     tokens = checks.ids("embed", "tokens", tokens, embedding.shape[0])
-    if jnp.finfo(embedding.dtype).bits == 16:
-        return _lookup_16bit(tokens, embedding)
-    return _lookup(tokens, embedding)
+    return _embed(tokens, embedding)
 
 
 def unembed(
@@ -142,6 +141,7 @@ def resize_embedding(
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda x, embedding: along(*axes(x, but=1), (embedding, 0)))
 @partial(jax.jit, static_argnames=("softcap", "num_valid"), inline=True)
 def _project_to_logits(
     x: jax.Array, embedding: jax.Array, *, softcap: float | None, num_valid: int
@@ -157,6 +157,12 @@ def _project_to_logits(
         return logits
 
     return cap_and_mask(matmul(x, embedding, weight_axis=-1, out_dtype=arithmetic_dtype(x.dtype)))
+
+
+@laid_out(lambda tokens, embedding: along(*axes(tokens), (embedding, 1)))
+def _embed(tokens: jax.Array, embedding: jax.Array) -> jax.Array:
+    is_16bit = jnp.finfo(embedding.dtype).bits == 16
+    return (_lookup_16bit if is_16bit else _lookup)(tokens, embedding)
 
 
 @partial(jax.jit, inline=True)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
 from jaxblock.ops.remat import GATE_UP, named
+from jaxblock.ops.sharding import laid_out, like
 
 _gelu_tanh = partial(jax.nn.gelu, approximate=True)
 _gelu_exact = partial(jax.nn.gelu, approximate=False)
@@ -275,6 +276,7 @@ def _bias(function: str, name: str, bias: jax.Array | None, kernel: jax.Array) -
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda x, *parameters: like(x))
 @partial(jax.jit, static_argnames="activation", inline=True)
 def _compute_gated_feed_forward(
     x: jax.Array,

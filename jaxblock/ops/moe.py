@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype, matmul
+from jaxblock.ops.sharding import along, axes, laid_out, like
 
 GATE_UP_PRODUCT = "moe_gate_up_product"
 
@@ -139,6 +140,7 @@ def _check_num_active(function: str, num_active: int, num_experts: int) -> int:
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda logits: (along(*axes(logits, but=1), None), along(*axes(logits, but=1), None)))
 @partial(jax.jit, static_argnames=("num_active", "renormalize"), inline=True)
 def _route(
     router_logits: jax.Array, *, num_active: int, renormalize: bool
@@ -152,6 +154,7 @@ def _route(
     return weights, experts
 
 
+@laid_out(lambda x, *parameters: like(x))
 @partial(jax.jit, static_argnames=("num_active", "renormalize"), inline=True)
 def _compute_moe_swiglu(
     x: jax.Array,

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import arithmetic_dtype, round_to
+from jaxblock.ops.sharding import laid_out, like
 
 INVERSE_RMS = "rms_norm_inverse"
 
@@ -67,6 +68,7 @@ def rms_norm(
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda x, scale: like(x))
 @partial(jax.jit, static_argnames=("eps", "scale_offset", "cast"), inline=True)
 def _normalize(
     x: jax.Array, scale: jax.Array, *, eps: float, scale_offset: float, cast: str

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Integer
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype
+from jaxblock.ops.sharding import along, axes, laid_out, like
 
 
 class ScalingConstants(NamedTuple):
@@ -232,6 +233,7 @@ def apply_rotary(
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda positions, _: (along(*axes(positions), None), along(*axes(positions), None)))
 @partial(jax.jit, static_argnames="magnitude", inline=True)
 def _cos_sin(
     positions: jax.Array, frequencies: jax.Array, *, magnitude: float
@@ -241,6 +243,7 @@ def _cos_sin(
     return magnitude * jnp.cos(angles), magnitude * jnp.sin(angles)
 
 
+@laid_out(lambda x, cos, sin: like(x))
 @partial(jax.jit, static_argnames="pairing", inline=True)
 def _turn(x: jax.Array, cos: jax.Array, sin: jax.Array, *, pairing: str) -> jax.Array:
     wide = arithmetic_dtype(x.dtype)

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int32, Key, PRNGKeyArray
 
 from jaxblock.ops import checks
 from jaxblock.ops.precision import arithmetic_dtype
+from jaxblock.ops.sharding import along, axes, laid_out
 
 Keys = PRNGKeyArray | Key[Array, "*B"]
 
@@ -167,12 +168,14 @@ def _row_keys(function: str, key: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
+@laid_out(lambda logits: along(*axes(logits, but=1)))
 @partial(jax.jit, static_argnames="num_valid", inline=True)
 def _greedy(logits: jax.Array, *, num_valid: int) -> jax.Array:
     logits, defined = _valid_logits(logits, num_valid)
     return jnp.where(defined, _first_largest(logits), -1)
 
 
+@laid_out(lambda logits, *others: along(*axes(logits, but=1)))
 @partial(jax.jit, static_argnames=("k", "num_valid"), inline=True)
 def _draw(
     logits: jax.Array,
