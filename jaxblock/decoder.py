@@ -191,16 +191,12 @@ def decode_step(
 def _layout_of_activations(params, tokens, positions, mask):
     hidden: Any = along(*axes(tokens), None)
     blocks: Any = along(None, *axes(tokens), None)
-    logits: Any = along(*axes(tokens), (_table(params), 0))
+    logits: Any = along(*axes(tokens), (projection_table(params), 0))
     return Activations(hidden, blocks, hidden, logits)
 
 
-def _layout_of_cache(params, tokens, cache, mask):
-    return along((tokens, 0), (_table(params), 0)), jax.tree.map(like, cache)
-
-
-def _table(params):
-    return params.get("unembedding", params["embedding"])
+def _layout_of_extension(params, tokens, cache, mask):
+    return along((tokens, 0), (projection_table(params), 0)), jax.tree.map(like, cache)
 
 
 # Each is jitted, so that a call outside `jit` is one compiled program; inside one it is inlined.
@@ -236,7 +232,7 @@ def _forward(
     return Activations(embedding, blocks, final_norm, logits)
 
 
-@laid_out(_layout_of_cache)
+@laid_out(_layout_of_extension)
 @partial(jax.jit, static_argnames="config", inline=True)
 def _extend(
     params: Params,
@@ -412,13 +408,14 @@ def _embed(
     return x * jnp.asarray(config.embed_scale, x.dtype)
 
 
-def projection_table(params: Params, config: DecoderConfig) -> jax.Array:
-    """The table [V D] that projects to logits."""
-    return params["embedding" if config.tie_word_embeddings else "unembedding"]
+def projection_table(params: Params) -> jax.Array:
+    """The table [V D] that projects to logits: a tree has one of its own unless it is tied."""
+    table: jax.Array = params.get("unembedding", params["embedding"])
+    return table
 
 
 def _logits(params: Params, final_norm: jax.Array, config: DecoderConfig) -> jax.Array:
-    table = projection_table(params, config)
+    table = projection_table(params)
     return ops.unembed(final_norm, table, softcap=config.final_softcap, num_valid=config.num_valid)
 
 

@@ -93,7 +93,7 @@ def next_token_loss(
     x = final_hidden(params, tokens, config, mask=mask, dtype=dtype, remat=remat)
     return ops.linear_cross_entropy(
         x,
-        projection_table(params, config),
+        projection_table(params),
         labels,
         chunk_size=chunk_size,
         num_valid=config.num_valid,

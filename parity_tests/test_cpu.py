@@ -14,6 +14,10 @@ pytestmark = pytest.mark.optimized
 on_cpu = pytest.mark.skipif(jax.default_backend() != "cpu", reason="the plain form elsewhere")
 
 
+def test_this_file_is_compiled_as_users_compile():
+    assert not jax.config.read("jax_disable_most_optimizations")
+
+
 def primitives(function, *arguments):
     return [e.primitive.name for e in equations(jax.make_jaxpr(function)(*arguments))]
 

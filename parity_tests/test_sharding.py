@@ -11,7 +11,7 @@ from helpers import random_arrays
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxblock
-from jaxblock.config import DecoderConfig
+from jaxblock import DecoderConfig
 from jaxblock.ops.sharding import along, axes, like
 
 TOKENS = np.array([[3, 1, 7, 7, 0], [5, 5, 5, 2, 1], [0, 6, 4, 3, 2], [7, 1, 1, 1, 6]], np.int32)
@@ -114,6 +114,18 @@ FUNCTIONS = {
         (),
     ),
     "greedy": (jaxblock.ops.greedy, [floats(12, 4, 8)], [("data", "model")], ("data",)),
+    "top_k": (
+        lambda logits: jaxblock.ops.top_k(logits, jax.random.key(0), k=3),
+        [floats(12, 4, 8)],
+        [("data", "model")],
+        ("data",),
+    ),
+    "next_token_labels": (
+        jaxblock.ops.next_token_labels,
+        [TOKENS[:, :4]],
+        [("data", "model")],
+        ("data", "model"),
+    ),
 }
 
 
@@ -130,7 +142,8 @@ def test_functions(mesh, name, jit):
 # In bfloat16 those that have a form of their own for it.
 DIFFERENTIABLE = [
     (name, dtype)
-    for name in FUNCTIONS.keys() - {"greedy", "embed, both cut by one axis"}
+    for name in FUNCTIONS.keys()
+    - {"greedy", "top_k", "next_token_labels", "embed, both cut by one axis"}
     for dtype in (jnp.float32, jnp.bfloat16)
     if dtype == jnp.float32 or name in ("embed", "swiglu", "attention", "linear_cross_entropy")
 ]
@@ -186,31 +199,25 @@ CUT = {
 }
 
 
-@pytest.fixture(scope="module")
-def config():
-    return DecoderConfig.from_hf(
-        dict(
-            model_type="llama",
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=12,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=4,
-            rms_norm_eps=1e-5,
-            rope_theta=1e4,
-            tie_word_embeddings=True,
-            hidden_act="silu",
-            max_position_embeddings=64,
-        )
+CONFIG = DecoderConfig.from_hf(
+    dict(
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
     )
+)
 
 
 @pytest.fixture
-def both(mesh, config):
+def both(mesh):
     """Parameters and tokens, plain and sharded."""
-    params = jaxblock.init_params(config, jax.random.key(0), dtype=jnp.float32)
+    params = jaxblock.init_params(CONFIG, jax.random.key(0), dtype=jnp.float32)
     sharded = jax.tree_util.tree_map_with_path(
         lambda path, leaf: put(mesh, leaf, *CUT.get(path[-1].key, ())), params
     )
@@ -222,35 +229,45 @@ def assert_close(ours, plain, atol=1e-5):
         np.testing.assert_allclose(one, other, rtol=0, atol=atol)
 
 
-def test_forward(config, both):
+def test_forward(both):
     run = jax.jit(jaxblock.activations, static_argnames="config")
-    plain, ours = (run(params, tokens, config) for params, tokens in both)
+    plain, ours = (run(params, tokens, CONFIG) for params, tokens in both)
     assert layout(ours.logits) == ("data", None, "model")
     assert layout(ours.blocks) == (None, "data", None, None)
     assert_close(ours, plain)
-    assert_close(jaxblock.forward(*both[1], config), plain.logits)  # outside jit
+    assert_close(jaxblock.forward(*both[1], CONFIG), plain.logits)  # outside jit
 
 
-def test_decoding(config, both):
+def test_padding(mesh, both):
+    mask = np.arange(5) >= np.arange(4)[:, None]
+    run = jax.jit(jaxblock.forward, static_argnames="config")
+    plain, ours = (
+        run(params, tokens, CONFIG, mask=real)
+        for (params, tokens), real in zip(both, (mask, put(mesh, mask, "data")), strict=True)
+    )
+    assert_close(np.asarray(ours)[mask], np.asarray(plain)[mask])
+
+
+def test_decoding(both):
     def run(params, tokens):
-        cache = jaxblock.init_cache(config, 4, 8, dtype=jnp.float32)
-        _, cache = jaxblock.prefill(params, tokens, cache, config)
-        return jaxblock.decode_step(params, tokens[:, 0], cache, config)
+        cache = jaxblock.init_cache(CONFIG, 4, 8, dtype=jnp.float32)
+        _, cache = jaxblock.prefill(params, tokens, cache, CONFIG)
+        return jaxblock.decode_step(params, tokens[:, 0], cache, CONFIG)
 
     plain, ours = (run(*arrays) for arrays in both)
     assert layout(ours[0]) == ("data", "model")
     assert_close(ours, plain)
-    texts = [jaxblock.generate(*arrays, config, max_new_tokens=4) for arrays in both]
+    texts = [jaxblock.generate(*arrays, CONFIG, max_new_tokens=4) for arrays in both]
     np.testing.assert_array_equal(*texts)
 
 
-def test_training(config, both):
+def test_training(both):
     optimizer = optax.sgd(0.1)
 
     @jax.jit
     def step(params, tokens):
         state = jaxblock.init_train_state(params, optimizer)
-        return jaxblock.train_step(state, tokens, config, optimizer)
+        return jaxblock.train_step(state, tokens, CONFIG, optimizer)
 
     (plain, _), (ours, _) = (step(*arrays) for arrays in both)
     assert_close(ours.params, plain.params)

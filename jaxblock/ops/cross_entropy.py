@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import add_outer_sum, arithmetic_dtype, matmul
-from jaxblock.ops.sharding import along, laid_out
+from jaxblock.ops.sharding import along, laid_out, like
 
 ROW_STATISTIC = "cross_entropy_row_statistic"
 
@@ -188,9 +188,14 @@ def next_token_labels(
         must = "mask must have the shape of tokens"
         checks.require(mask.shape == tokens.shape, function, must, tokens=tokens, mask=mask)
         tokens = jnp.where(mask, tokens, ignore_index)
-    following = jnp.full_like(tokens[..., :1], ignore_index)
-    labels = jnp.concatenate([tokens[..., 1:], following], axis=-1)
+    labels = _following(tokens, ignore_index=ignore_index)
     return labels if mask is None else jnp.where(mask, labels, ignore_index)
+
+
+@laid_out(like)
+def _following(tokens: jax.Array, *, ignore_index: int) -> jax.Array:
+    nothing = jnp.full_like(tokens[..., :1], ignore_index)
+    return jnp.concatenate([tokens[..., 1:], nothing], axis=-1)
 
 
 def _checked_ignore_index(function: str, ignore_index: Any) -> int:
@@ -235,7 +240,7 @@ STATIC = ("ignore_index", "num_valid", "label_smoothing", "z_loss")
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
-@laid_out(lambda *arrays: (along(), along()))
+@laid_out(lambda *arrays: (along(),) * 2)
 @partial(jax.jit, static_argnames=STATIC, inline=True)
 def _dense(
     logits: jax.Array,
@@ -260,7 +265,7 @@ def _dense(
     return jnp.sum(losses), count
 
 
-@laid_out(lambda *arrays: (along(), along()))
+@laid_out(lambda *arrays: (along(),) * 2)
 @partial(jax.jit, static_argnames=("chunk_size", "softcap", *STATIC), inline=True)
 def _chunked(
     x: jax.Array,

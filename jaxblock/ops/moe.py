@@ -140,7 +140,7 @@ def _check_num_active(function: str, num_active: int, num_experts: int) -> int:
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
-@laid_out(lambda logits: (along(*axes(logits, but=1), None), along(*axes(logits, but=1), None)))
+@laid_out(lambda logits: (along(*axes(logits, but=1), None),) * 2)
 @partial(jax.jit, static_argnames=("num_active", "renormalize"), inline=True)
 def _route(
     router_logits: jax.Array, *, num_active: int, renormalize: bool

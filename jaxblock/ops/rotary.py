@@ -233,7 +233,7 @@ def apply_rotary(
 
 
 # Jitted, so that a call outside `jit` is one compiled program and gives the bits of one inside it.
-@laid_out(lambda positions, _: (along(*axes(positions), None), along(*axes(positions), None)))
+@laid_out(lambda positions, _: (along(*axes(positions), None),) * 2)
 @partial(jax.jit, static_argnames="magnitude", inline=True)
 def _cos_sin(
     positions: jax.Array, frequencies: jax.Array, *, magnitude: float

@@ -1,5 +1,6 @@
 """The next token from logits: the largest, or drawn from all, the top k, or the top p."""
 
+import math
 from functools import partial
 
 import jax
@@ -163,7 +164,7 @@ def _row_keys(function: str, key: jax.Array, logits: jax.Array) -> jax.Array:
     )
     if key.shape == rows:
         return key
-    indices = jnp.arange(logits[..., 0].size, dtype=jnp.uint32)
+    indices = jnp.arange(math.prod(rows), dtype=jnp.uint32)
     return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, indices).reshape(rows)
 
 
