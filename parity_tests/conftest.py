@@ -128,6 +128,17 @@ def optimization(request):
 
 
 @pytest.fixture
+def branches(monkeypatch):
+    """Small arrays go through the branches of ops/cpu.py that only large ones have."""
+    from jaxblock.ops import cpu
+
+    jax.clear_caches()
+    monkeypatch.setattr(cpu, "LARGE", 1)
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
 def x64():
     """64-bit types, for one test."""
     with jax.enable_x64(True):

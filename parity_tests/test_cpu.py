@@ -134,6 +134,7 @@ def test_steps_of_one_row_convert_no_weights():
     assert memory.temp_size_in_bytes < 4 * L * D * D
 
 
+@pytest.mark.usefixtures("branches")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32"])
 def test_look_up_is_an_index(dtype):
     stack = jnp.asarray(np.arange(-30, 30).reshape(5, 3, 4), dtype)

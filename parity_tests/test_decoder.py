@@ -143,6 +143,7 @@ def test_logits_and_gradients(model_type):
         assert_no_worse(name, ours[name], theirs[name], ONE_LEAF)
 
 
+@pytest.mark.usefixtures("branches")
 def test_logits_and_gradients_in_bfloat16():
     """Of the family with most in it; experts in bfloat16 are in test_moe."""
     model, config = tiny_model("gemma2")

@@ -246,6 +246,7 @@ def test_wider_products_stay_in_their_dtype(dtype):
                     assert {str(aval.dtype) for aval in avals} == {dtype}
 
 
+@pytest.mark.usefixtures("branches")
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 10, 2), reason="seen from 0.10.2 on; 0.10.0 has no such kernels"
 )
@@ -277,6 +278,7 @@ def test_a_large_total_is_added_to_in_blocks(rows):
     np.testing.assert_array_equal(result, total + x.T @ y)
 
 
+@pytest.mark.usefixtures("branches")
 @pytest.mark.parametrize("value", [0.0, -1.5, np.nan, np.inf, 3e38, 1e-40])
 def test_the_transpose_that_is_not_folded_is_one(value):
     """Whatever stands in its first place, which it looks at."""
@@ -284,6 +286,7 @@ def test_the_transpose_that_is_not_folded_is_one(value):
     assert_same_bits(jax.jit(cpu._turned)(x), x.T)
 
 
+@pytest.mark.usefixtures("branches")
 def test_a_disguise_keeps_bits_and_gradients():
     bits = jnp.arange(2**16, dtype=jnp.uint32).astype(jnp.uint16)
     x = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)

@@ -91,6 +91,7 @@ def loss_of(config, **options):
     return loss
 
 
+@pytest.mark.usefixtures("branches")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_kept_changes_memory_and_no_gradient(dtype):
     params = random_params(WIDE, dtype)

@@ -28,6 +28,11 @@ PARTS = 8
 FEW_PARTS = 4
 MANY = 2**16
 
+# Numbers of an array from which on it pays to find or turn it in a branch of its own, which takes
+# 20 ms to compile. The gradient of a tiny decoder has 17 (bfloat16: 40) such places, a quarter of
+# its time to the first result.
+LARGE = 2**14
+
 
 # Products -----------------------------------------------------------------------------------------
 
@@ -127,9 +132,7 @@ def _turned(a):
     """The transpose, which XLA does not fold into the product that follows."""
     # Folded back, it is a product over the first axis: 145 GFLOP/s; so, 360; with a barrier or by
     # way of integers it is folded all the same, and in both branches it is moved out of them.
-    if a.size == 0:
-        return a.T
-    return _alone(jnp.transpose, a)
+    return a.T if a.size < LARGE else _alone(jnp.transpose, a)
 
 
 def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -259,7 +262,7 @@ def undisguise(x: jax.Array) -> jax.Array:
 
 disguise.defvjp(lambda x: (disguise(x), None), lambda _, dx: (undisguise(dx),))
 undisguise.defvjp(
-    lambda x: (in_memory(lax.bitcast_convert_type(x, jnp.bfloat16)), None),
+    lambda x: (_found(lax.bitcast_convert_type(x, jnp.bfloat16)), None),
     lambda _, dx: (disguise(dx),),
 )
 
@@ -279,7 +282,11 @@ def _kept(x):
     return x
 
 
-_kept.defjvp(lambda x, dx: (in_memory(*x), *dx))
+_kept.defjvp(lambda x, dx: (_found(*x), *dx))
+
+
+def _found(x):
+    return x if x.size < LARGE else in_memory(x)
 
 
 def in_memory(x: jax.Array) -> jax.Array:
@@ -298,7 +305,8 @@ def look_up(stack: jax.Array, index: jax.Array) -> jax.Array:
     def find(index, stack):
         return lax.dynamic_index_in_dim(stack, index, keepdims=False)
 
-    if jax.default_backend() != "cpu" or stack.dtype != jnp.bfloat16 or stack.size == 0:
+    large = math.prod(stack.shape[1:]) >= LARGE
+    if jax.default_backend() != "cpu" or stack.dtype != jnp.bfloat16 or not large:
         return find(index, stack)
 
     # As integers, which are moved as they are, and by itself, as `in_memory`: `forward` of 256
