@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxblock import geglu, intermediate_size, pack_gate_up, swiglu, unpack_gate_up
+from jaxblock.ops import cpu
 from jaxblock.parity import assert_parity
 
 pytestmark = [pytest.mark.optimized, pytest.mark.usefixtures("shape_checks")]
@@ -236,6 +237,84 @@ def test_a_layer_of_a_compiled_training_step_keeps_two_hidden_arrays():
 
     a_layer = (allocated(16) - allocated(8)) / 8
     assert 2.0 <= a_layer / (4 * tokens * intermediate) < 2.1
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    """The suite has four, for meshes; what is cut over them is not taken to pieces."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.fixture
+def run_in_pieces(one_device):
+    """What a function of ten rows gives with so many numbers in a piece, and the loops in it."""
+
+    def compiled(numbers, function):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpu, "PIECE", numbers)
+            jax.clear_caches()
+            text = jax.jit(function).lower(*arguments).as_text()
+            return jax.jit(function)(*arguments), text.count("stablehlo.while")
+
+    shapes = (2, 5, 19), (19, 2, 29), (29, 19), (2, 29), (19,)
+    arguments = [jnp.asarray(array, jnp.float32) for array in random_arrays(0, *shapes)]
+    return compiled
+
+
+def with_biases(x, gate_up, down, gate_up_bias, down_bias):
+    return swiglu(x, gate_up, down, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+
+def without_biases(x, gate_up, down, gate_up_bias, down_bias):
+    return geglu(x, gate_up, down)
+
+
+@pytest.mark.parametrize("function", [with_biases, without_biases])
+# Of ten rows; with four the last piece has two of the one before it.
+@pytest.mark.parametrize("rows", [2, 4])
+def test_pieces_are_the_whole(run_in_pieces, function, rows):
+    run = run_in_pieces
+    whole, loops = run(cpu.PIECE, function)
+    assert loops == 0
+    pieces, loops = run(rows * 2 * 29, function)
+    assert loops == (jax.default_backend() == "cpu")
+    np.testing.assert_allclose(pieces, whole, rtol=0, atol=1e-6 * np.abs(whole).max())
+    many = jax.vmap(function, (0, None, None, None, None))
+    whole, pieces = run(cpu.PIECE, many)[0], run(rows * 2 * 29, many)[0]
+    np.testing.assert_allclose(pieces, whole, rtol=0, atol=1e-6 * np.abs(whole).max())
+
+
+def test_what_is_differentiated_is_not_made_in_pieces(run_in_pieces):
+    """Of all arguments or of some, in both modes: the program is the same."""
+    run = run_in_pieces
+
+    def gradient(*arguments):
+        loss = lambda *arguments: jnp.sum(jnp.sin(with_biases(*arguments)))  # noqa: E731
+        return jax.grad(loss, (0, 1, 2, 3, 4))(*arguments), jax.grad(loss, 2)(*arguments)
+
+    def slope(*arguments):
+        x, *others = arguments
+        return jax.jvp(lambda x: with_biases(x, *others), [x], [jnp.cos(x)])
+
+    for function in (gradient, slope):
+        (whole, _), (pieces, loops) = run(cpu.PIECE, function), run(2 * 2 * 29, function)
+        assert loops == 0
+        for one, other in zip(*map(jax.tree.leaves, (pieces, whole)), strict=True):
+            assert_same_bits(one, other)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="as a whole elsewhere")
+@pytest.mark.usefixtures("one_device")
+def test_memory_does_not_grow_with_the_rows():
+    def temporary(rows):
+        shapes = (rows, 64), (64, 2, 256), (256, 64)
+        arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return jax.jit(swiglu).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporary(2**16) <= 32e6 and temporary(2**17) < 1.1 * temporary(2**16)
 
 
 def test_derivatives_of_all_orders_and_modes(x64):

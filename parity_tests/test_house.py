@@ -398,7 +398,7 @@ FLOORS = [
 ]
 # The harness knows nothing of ours; what compares whole models knows both.
 HARNESS = {"jax", "numpy", "torch"}
-PEERS = {"bench": {"flax", "matplotlib", "optax", "tokamax"}}
+PEERS = {"bench": {"flax", "matplotlib", "optax", "tokamax"}, "model_parity": {"gguf"}}
 TOOLS = HARNESS | {"jaxtyping", "rich", "tokenizers", "torch_ref", "transformers", "typer"}
 
 

@@ -7,7 +7,9 @@ Measured with jax 0.10.2 on two cores; GFLOP/s of a product of 1024 x 1024 x 563
 """
 
 import math
+from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,10 @@ CACHED = 2**20
 
 # Rows of a large total that are added to at once.
 BLOCK = 2048
+
+# Numbers of a product that is only made for the next one. With what is computed from it, it has to
+# stay below the 32 MB from which on the C library asks the system for new memory at every call.
+PIECE = 2**22
 
 # The parts of a sum, of which XLA takes up to 15 into one loop; those that a product of one row has
 # at least; and the size, in numbers, from which on that is worth the longer program.
@@ -150,6 +156,36 @@ def add_outer_sum(total: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
         add = partial(add_block, size=BLOCK)
         total = lax.fori_loop(0, blocks, lambda i, total: add(i * BLOCK, total), total)
     return add_block(blocks * BLOCK, total, rest) if rest else total
+
+
+def num_pieces(x: jax.Array, weight: jax.Array) -> int:
+    """Of how many pieces x[*B D] is, so that the product of one with weight[D *F] is no larger than
+    PIECE."""
+    if jax.device_count() > 1:
+        return 1  # A loop over rows that are cut over devices would gather them.
+    rows = math.prod(x.shape[:-1])
+    return max(1, -(-rows * weight[0].size // PIECE))
+
+
+def in_pieces(
+    function: Callable[..., jax.Array], x: jax.Array, weight: jax.Array, *others: Any
+) -> jax.Array:
+    """function(x, weight, *others), in which each row of the result, [*B D] as x, depends on the
+    same row of x alone; a piece of the rows at a time.
+
+    SwiGLU of [2048, 576] with F = 1536, float32: 133 ms at once, and 103 ms so.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    pieces = num_pieces(x, weight)
+    size = -(-rows.shape[0] // pieces)
+
+    def add_piece(i, result):
+        # The last one begins where it still has all its rows; some are computed twice.
+        start = jnp.minimum(i * size, rows.shape[0] - size)
+        piece = function(lax.dynamic_slice_in_dim(rows, start, size), weight, *others)
+        return lax.dynamic_update_slice_in_dim(result, piece, start, axis=0)
+
+    return lax.fori_loop(0, pieces, add_piece, jnp.zeros_like(rows)).reshape(x.shape)
 
 
 # Sums ---------------------------------------------------------------------------------------------

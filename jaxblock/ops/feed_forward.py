@@ -7,9 +7,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Float
 
-from jaxblock.ops import checks
+from jaxblock.ops import checks, cpu
 from jaxblock.ops.precision import arithmetic_dtype, matmul
 from jaxblock.ops.remat import GATE_UP, named
 from jaxblock.ops.sharding import laid_out, like
@@ -287,6 +288,14 @@ def _compute_gated_feed_forward(
     *,
     activation: Callable[[jax.Array], jax.Array],
 ) -> jax.Array:
+    parameters = gate_up, down, gate_up_bias, down_bias
+    # Its 16-bit products have no forward mode, and no part in what is gained.
+    if jnp.finfo(x.dtype).bits == 16 or cpu.num_pieces(x, gate_up) == 1:
+        return _at_once(x, *parameters, activation=activation)
+    return _in_pieces(x, *parameters, activation)
+
+
+def _at_once(x, gate_up, down, gate_up_bias, down_bias, *, activation):
     # Checkpointed with the product that follows, so that what the backward pass keeps of all this
     # is the gate/up product; the elementwise values cost less to compute again than to store.
     @jax.checkpoint
@@ -297,6 +306,36 @@ def _compute_gated_feed_forward(
 
     gate_up_product = named(matmul(x, gate_up, bias=gate_up_bias), GATE_UP)
     return gate_and_project_down(gate_up_product, down, down_bias)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(5,))
+def _in_pieces(x, gate_up, down, gate_up_bias, down_bias, activation):
+    """The same where nothing is kept for a backward pass."""
+    at_once = partial(_at_once, activation=activation)
+    return lax.platform_dependent(
+        x,
+        gate_up,
+        down,
+        gate_up_bias,
+        down_bias,
+        cpu=partial(cpu.in_pieces, at_once),
+        default=at_once,
+    )
+
+
+@partial(_in_pieces.defjvp, symbolic_zeros=True)
+def _in_pieces_jvp(activation, primals, tangents):
+    leaves, structure = jax.tree.flatten(primals)
+    slopes = jax.tree.leaves(tangents, is_leaf=lambda slope: isinstance(slope, SymbolicZero))
+    moving = [place for place, one in enumerate(slopes) if not isinstance(one, SymbolicZero)]
+
+    def of_moving(*moved):
+        found = list(leaves)
+        for place, leaf in zip(moving, moved, strict=True):
+            found[place] = leaf
+        return _at_once(*jax.tree.unflatten(structure, found), activation=activation)
+
+    return jax.jvp(of_moving, [leaves[i] for i in moving], [slopes[i] for i in moving])
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
