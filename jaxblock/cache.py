@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int32, Shaped
 
 from jaxblock.config import DecoderConfig
+from jaxblock.config.decoder_config import check_config
 from jaxblock.ops import checks
 
 # Of one layer kind: its keys and its values.
@@ -66,6 +67,7 @@ def init_cache(config: DecoderConfig, batch_size: int, length: int, *, dtype: DT
 
     Raises: ValueError or TypeError for a size below 1 or a dtype that is no float.
     """
+    check_config("init_cache", config)
     batch_size = checks.size("init_cache", "batch_size", batch_size)
     length = checks.size("init_cache", "length", length)
     dtype = jnp.dtype(dtype)

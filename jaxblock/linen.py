@@ -28,7 +28,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxblock import ops
 from jaxblock.block import row_attention, row_block
 from jaxblock.config import DecoderConfig
-from jaxblock.config.decoder_config import Shapes
+from jaxblock.config.decoder_config import Shapes, check_config
 from jaxblock.decoder import forward
 from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
@@ -183,6 +183,7 @@ class Attention(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Let the tokens of x [B T D] attend to those before them in their rows."""
         x = checks.activations("Attention", x, self.dtype)
+        check_config("Attention", self.config)
         params = _params(self, attention_shapes(self.config))
         kind = self.config.layer_kinds[self.kind]
         return row_attention(params, x, self.config, kind, positions=positions, mask=mask)
@@ -214,6 +215,7 @@ class DecoderBlock(nn.Module):
     ) -> Float[Array, "B T D"]:
         """Send the residual stream x [B T D] through the layer."""
         x = checks.activations("DecoderBlock", x, self.dtype)
+        check_config("DecoderBlock", self.config)
         params = _params(self, layer_shapes(self.config))
         kind = self.config.layer_kinds[self.kind]
         return row_block(params, x, self.config, kind, positions=positions, mask=mask)
@@ -244,6 +246,7 @@ class Decoder(nn.Module):
         mask: Bool[Array, "B T"] | None = None,
     ) -> Float[Array, "B T V"]:
         """Logits of tokens [B T]."""
+        check_config("Decoder", self.config)
         params = _params(self, self.config.parameter_shapes())
         return forward(
             params,

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxblock import ops
 from jaxblock.block import row_attention, row_block
 from jaxblock.config import DecoderConfig
+from jaxblock.config.decoder_config import check_config
 from jaxblock.decoder import forward
 from jaxblock.ops import checks
 from jaxblock.ops.feed_forward import GATED_FEED_FORWARDS
@@ -241,6 +242,7 @@ class Attention(Branch):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_config("Attention", config)
         shapes = attention_shapes(config)
         super().__init__(init_leaves("Attention", config, shapes, rngs.params(), dtype=param_dtype))
         self.config = config
@@ -280,6 +282,7 @@ class DecoderBlock(Branch):
         param_dtype: DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        check_config("DecoderBlock", config)
         shapes = layer_shapes(config)
         super().__init__(
             init_leaves("DecoderBlock", config, shapes, rngs.params(), dtype=param_dtype)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from jaxblock.config import DecoderConfig
-from jaxblock.config.decoder_config import Shapes
+from jaxblock.config.decoder_config import Shapes, check_config
 from jaxblock.ops import checks
 
 Params = dict[str, Any]
@@ -51,6 +51,7 @@ def init_params(config: DecoderConfig, key: PRNGKeyArray, *, dtype: DTypeLike) -
     Differs from torch: transformers draws every kernel with `initializer_range`, 0.02, whatever its
       size.
     """
+    check_config("init_params", config)
     return init_leaves("init_params", config, config.parameter_shapes(), key, dtype=dtype)
 
 
@@ -111,6 +112,7 @@ def check_params(function: str, params: Any, config: DecoderConfig) -> None:
 
     Shapes are static, so under `jit` this costs nothing when the compiled program runs.
     """
+    check_config(function, config)
     checks.require(
         isinstance(params, Mapping),
         function,

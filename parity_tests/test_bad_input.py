@@ -7,12 +7,15 @@ import re
 from functools import partial
 from pathlib import Path
 
+import flax.nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxblock
+import jaxblock.linen
+import jaxblock.nnx
 from jaxblock import (
     embed,
     geglu,
@@ -243,6 +246,37 @@ def test_what_is_no_array_is_refused(value):
     ]:
         with pytest.raises(TypeError, match=f"^{function}: {name} {hint.format(name, kind)}$"):
             call()
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "llama"}, "llama"], ids=repr)
+def test_another_kind_of_configuration_is_refused(config, tmp_path):
+    """Such as a dict, or that of transformers; wherever one is taken, before anything else."""
+    key, rngs, tokens = jax.random.key(0), flax.nnx.Rngs(0), np.ones((1, 2), np.int32)
+    float32 = {"dtype": jnp.float32}
+    for call, function in [
+        (lambda: jaxblock.init_params(config, key, **float32), "init_params"),
+        (lambda: jaxblock.init_cache(config, 1, 2, **float32), "init_cache"),
+        (lambda: jaxblock.forward({}, tokens, config), "forward"),
+        (lambda: jaxblock.activations({}, tokens, config), "activations"),
+        (lambda: jaxblock.prefill({}, tokens, None, config), "prefill"),
+        (lambda: jaxblock.decode_step({}, tokens[:, 0], None, config), "decode_step"),
+        (lambda: jaxblock.generate({}, tokens, config, max_new_tokens=1), "generate"),
+        (lambda: jaxblock.next_token_loss({}, tokens, config), "forward"),
+        (lambda: jaxblock.resize_vocabulary(config, {}, 8), "resize_vocabulary"),
+        (lambda: jaxblock.pad_vocabulary(config, {}, 8), "pad_vocabulary"),
+        (lambda: jaxblock.unpad_vocabulary(config, {}), "unpad_vocabulary"),
+        (lambda: jaxblock.save_checkpoint(tmp_path / "new", config, {}), "save_checkpoint"),
+        (lambda: jaxblock.nnx.Attention(config, rngs=rngs), "Attention"),
+        (lambda: jaxblock.nnx.DecoderBlock(config, rngs=rngs), "DecoderBlock"),
+        (lambda: jaxblock.nnx.Decoder(config, rngs=rngs), "init_params"),
+        (lambda: jaxblock.linen.Attention(config).init(key, X), "Attention"),
+        (lambda: jaxblock.linen.DecoderBlock(config).init(key, X), "DecoderBlock"),
+        (lambda: jaxblock.linen.Decoder(config).init(key, tokens), "Decoder"),
+    ]:
+        must = rf"^{function}: config must be a DecoderConfig; got config='{type(config).__name__}'"
+        with pytest.raises(TypeError, match=must):
+            call()
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("dtype", ["<U1", object])

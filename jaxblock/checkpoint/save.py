@@ -27,6 +27,7 @@ from jaxblock.checkpoint.layout import (
 from jaxblock.checkpoint.plan import DTYPES
 from jaxblock.checkpoint.safetensors_file import write_safetensors
 from jaxblock.config import ConfigError, DecoderConfig
+from jaxblock.config.decoder_config import check_config
 from jaxblock.parameters import flatten
 from jaxblock.vocabulary import unpad_vocabulary
 
@@ -87,6 +88,7 @@ def save_checkpoint(
     Source: transformers 5.24.0, PreTrainedModel.save_pretrained; the units and the cut into shards,
       huggingface_hub, serialization/_base.py.
     """
+    check_config("save_checkpoint", config)
     limit = _num_bytes(max_shard_size)
     config, leaves = _checked(config, params)
     entries = _config_entries(config, leaves)

@@ -17,6 +17,7 @@ from jaxblock.config.groups import (
     SpecialTokens,
 )
 from jaxblock.config.reader import ConfigError, Source, config_error
+from jaxblock.ops import checks
 
 Shapes = dict[str, "tuple[int, ...] | Shapes"]
 
@@ -220,6 +221,18 @@ class DecoderConfig:
             segments.append(_longest_segment(self.layers, start))
             start += len(segments[-1].pattern) * segments[-1].repeats
         return tuple(segments)
+
+
+def check_config(function: str, config: Any) -> None:
+    """`config` must be a `DecoderConfig`, not the configuration of another library, nor a dict."""
+    checks.require(
+        isinstance(config, DecoderConfig),
+        function,
+        "config must be a DecoderConfig",
+        kind=TypeError,
+        hint="Build it with DecoderConfig.from_hf or DecoderConfig.from_meta.",
+        config=type(config).__name__,
+    )
 
 
 def _num_elements(shapes: "tuple[int, ...] | Shapes") -> int:
